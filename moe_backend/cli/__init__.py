@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``moe-backend`` command: thin, over measure/ and vllm_plugin/."""

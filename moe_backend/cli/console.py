@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every command speaks: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+
+console = Console()  # results for people
+progress_console = Console(stderr=True)  # progress, notes and errors
+
+
+def emit_json(obj: Any) -> None:
+    """One JSON document on stdout; paths and other plain objects become strings."""
+    json.dump(obj, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Ends the command with a message that says what, why and what to do; no traceback."""
+    progress_console.print(f"[bold red]error:[/] {message}", highlight=False)
+    raise typer.Exit(code)
