@@ -70,9 +70,7 @@ class RouterSpec:
         )
         if self.group_candidates is None:
             object.__setattr__(self, "group_candidates", max(1, self.top_k // self.top_groups))
-        _expect(
-            "group_candidates", self.group_candidates >= 1, "at least 1", self.group_candidates
-        )
+        _expect("group_candidates", self.group_candidates >= 1, "at least 1", self.group_candidates)
 
     def check(self, num_experts: int) -> None:
         """Raises ValueError when ``num_experts`` cannot be routed this way."""
@@ -138,12 +136,13 @@ class Routing:
 class ExpertWeights:
     """FP8 weights of the local experts as the checkpoint has them, checked once, here.
 
-    ``w13`` holds the gate rows first, then the up rows. Scales are fp32, one per 128×128 block,
-    the last block of an axis may be partial.
+    ``w13`` holds the gate rows first, then the up rows. Scales are fp32, one per 128×128 block;
+    the last block of an axis may be partial. Gate and up are separate matrices in a checkpoint, so
+    each has its own ``cdiv(intermediate, 128)`` rows of blocks.
     """
 
     w13: torch.Tensor  # [num_local_experts, 2 * intermediate, hidden] e4m3
-    w13_scale: torch.Tensor  # [num_local_experts, cdiv(2 * intermediate, 128), cdiv(hidden, 128)]
+    w13_scale: torch.Tensor  # [num_local_experts, 2 * cdiv(intermediate, 128), cdiv(hidden, 128)]
     w2: torch.Tensor  # [num_local_experts, hidden, intermediate] e4m3
     w2_scale: torch.Tensor  # [num_local_experts, cdiv(hidden, 128), cdiv(intermediate, 128)]
 
@@ -157,15 +156,18 @@ class ExpertWeights:
         _expect("w13", two_i % 2 == 0, "an even number of gate and up rows", two_i)
         want = (experts, hidden, two_i // 2)
         _expect("w2", tuple(w2.shape) == want, f"shape {want} to match w13", tuple(w2.shape))
-        for name, scale, w in (("w13_scale", self.w13_scale, w13), ("w2_scale", self.w2_scale, w2)):
-            shape = (experts, cdiv(w.shape[1], BLOCK), cdiv(w.shape[2], BLOCK))
+        blocks = cdiv(hidden, BLOCK), cdiv(two_i // 2, BLOCK)
+        shapes = {
+            "w13_scale": (self.w13_scale, (experts, 2 * blocks[1], blocks[0])),
+            "w2_scale": (self.w2_scale, (experts, *blocks)),
+        }
+        for name, (scale, shape) in shapes.items():
             _expect(name, scale.dtype is torch.float32, "dtype float32", scale.dtype)
             _expect(name, tuple(scale.shape) == shape, f"shape {shape}", tuple(scale.shape))
-            _expect(
-                name, scale.is_contiguous(), "a contiguous tensor", f"strides {scale.stride()}"
-            )
+            _expect(name, scale.is_contiguous(), "a contiguous tensor", f"strides {scale.stride()}")
         devices = {t.device for t in (w13, w2, self.w13_scale, self.w2_scale)}
-        _expect("weights", len(devices) == 1, "one device for all four tensors", sorted(map(str, devices)))
+        found = sorted(map(str, devices))
+        _expect("weights", len(devices) == 1, "one device for all four tensors", found)
 
     @property
     def num_local_experts(self) -> int:

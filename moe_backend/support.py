@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The single statement of what is legal.
+
+Every check of the project (plugin at load, tuner, heuristics, ``doctor``) asks here. A reason says
+what was found and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moe_backend.types import BLOCK, MoEShape, RouterSpec
+
+MAX_EXPERTS = 4096
+MAX_TOP_K = 64
+ACTIVATIONS = ("silu", "swiglu", "swigluoai")
+
+
+class Support(NamedTuple):
+    """An answer and, when it is no, the reason with a remedy."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+YES = Support(True)
+
+
+def first_refusal(*answers: Support) -> Support:
+    """The first answer that is no, else yes."""
+    return next((a for a in answers if not a.ok), YES)
+
+
+def supports_device(capability: tuple[int, int] | None) -> Support:
+    """``capability`` is the CUDA compute capability, None where there is no CUDA device.
+
+    Without CUDA the torch reference runs, so that tests and a laptop run the real server.
+    """
+    if capability is None or capability == (9, 0):
+        return YES
+    name = "sm_{}{}".format(*capability)
+    return Support(
+        False,
+        f"the GPU is {name}, the kernels are built for sm_90 (H100, H200). "
+        "Run on a Hopper GPU or start without --quantization tma_fp8",
+    )
+
+
+def supports_checkpoint(quantization: Mapping[str, Any] | None) -> Support:
+    """``quantization`` is the ``quantization_config`` of a checkpoint's config.json."""
+    remedy = (
+        "Use a checkpoint with FP8 weights in 128x128 blocks (DeepSeek-R1, Qwen3-*-FP8) "
+        "or start without --quantization tma_fp8"
+    )
+    if not quantization:
+        return Support(False, f"the checkpoint has no quantization_config. {remedy}")
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        return Support(False, f"the checkpoint's quant_method is {method!r}, not 'fp8'. {remedy}")
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return Support(
+            False,
+            f"the checkpoint has per-tensor FP8 scales (no weight_block_size). {remedy}",
+        )
+    if list(block) != [BLOCK, BLOCK]:
+        return Support(
+            False, f"weight_block_size is {list(block)}, not [{BLOCK}, {BLOCK}]. {remedy}"
+        )
+    scheme = quantization.get("activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        return Support(False, f"activation_scheme is {scheme!r}, not 'dynamic'. {remedy}")
+    return YES
+
+
+def supports_tensor_parallel(hidden: int, intermediate: int, tp_size: int) -> Support:
+    """``intermediate`` is the size of one expert before tensor parallelism cuts it."""
+    if tp_size == 1:
+        return YES
+    shard = intermediate / tp_size
+    if shard % BLOCK == 0:
+        return YES
+    legal = [n for n in range(1, tp_size) if intermediate % (n * BLOCK) == 0]
+    remedy = f"Use a tensor-parallel size of {legal[-1]}" if legal else "Use no tensor parallelism"
+    return Support(
+        False,
+        f"tensor parallel size {tp_size} cuts the experts' intermediate size {intermediate} into "
+        f"{shard:g} rows, which splits a {BLOCK}x{BLOCK} scale block. {remedy}, or "
+        "--enable-expert-parallel, which keeps experts whole",
+    )
+
+
+def supports_shape(shape: MoEShape) -> Support:
+    """The sizes of a layer on one rank."""
+    if shape.hidden % BLOCK:
+        return Support(
+            False,
+            f"hidden size {shape.hidden} is not a multiple of {BLOCK}: activation groups would "
+            "straddle the row's end. Use the engine's default backend for this model",
+        )
+    if shape.intermediate < 1 or shape.intermediate % 16:
+        return Support(
+            False,
+            f"intermediate size {shape.intermediate} is not a multiple of 16: TMA rows must be "
+            "16-byte aligned. Use a smaller tensor-parallel size",
+        )
+    if not 1 <= shape.num_experts <= MAX_EXPERTS:
+        return Support(False, f"{shape.num_experts} experts; the router handles 1 to {MAX_EXPERTS}")
+    if not 1 <= shape.top_k <= min(MAX_TOP_K, shape.num_experts):
+        most = min(MAX_TOP_K, shape.num_experts)
+        return Support(False, f"top_k is {shape.top_k}; the router handles 1 to {most} here")
+    return YES
+
+
+def supports_routing(spec: RouterSpec, num_experts: int) -> Support:
+    try:
+        spec.check(num_experts)
+    except ValueError as error:
+        return Support(False, str(error))
+    return YES
+
+
+def supports_activation(name: str) -> Support:
+    if name in ACTIVATIONS:
+        return YES
+    return Support(
+        False,
+        f"activation {name!r}; the fused epilogue knows {', '.join(ACTIVATIONS)}. "
+        "Start without --quantization tma_fp8",
+    )
