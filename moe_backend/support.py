@@ -14,7 +14,7 @@ from moe_backend.types import BLOCK, MoEShape, RouterSpec
 
 MAX_EXPERTS = 4096
 MAX_TOP_K = 64
-ACTIVATIONS = ("silu", "swiglu", "swigluoai")
+ACTIVATIONS = ("silu",)  # gated: silu(gate) * up, optionally clamped
 
 
 class Support(NamedTuple):
@@ -47,6 +47,17 @@ def supports_device(capability: tuple[int, int] | None) -> Support:
         False,
         f"the GPU is {name}, the kernels are built for sm_90 (H100, H200). "
         "Run on a Hopper GPU or start without --quantization tma_fp8",
+    )
+
+
+def supports_platform(name: str) -> Support:
+    """``name`` is the engine's platform: "cuda", "cpu", "rocm", "tpu", "xpu" ..."""
+    if name in ("cuda", "cpu"):
+        return YES
+    return Support(
+        False,
+        f"the platform is {name!r}; the kernels need CUDA, the reference a CPU. "
+        "Start without --quantization tma_fp8",
     )
 
 
@@ -132,3 +143,83 @@ def supports_activation(name: str) -> Support:
         f"activation {name!r}; the fused epilogue knows {', '.join(ACTIVATIONS)}. "
         "Start without --quantization tma_fp8",
     )
+
+
+def supports_expert_layout(intermediate: int) -> Support:
+    """Checkpoints scale gate and up in blocks of their own: both must begin on a block's edge."""
+    if intermediate % BLOCK == 0:
+        return YES
+    return Support(
+        False,
+        f"the experts' intermediate size {intermediate} is not a multiple of {BLOCK}, so the scale "
+        "blocks of gate and up overlap. Start without --quantization tma_fp8",
+    )
+
+
+def supports_experts(
+    *, has_bias: bool = False, lora: bool = False, weight_on_input: bool = False
+) -> Support:
+    """What an expert may have beside its two matrices."""
+    if has_bias:
+        return Support(
+            False,
+            "the experts have biases, which the kernels do not add. "
+            "Start without --quantization tma_fp8",
+        )
+    if lora:
+        return Support(
+            False,
+            "LoRA is enabled, and adapters on FP8 experts are not supported. Merge the adapter "
+            "into the checkpoint and drop --enable-lora, or start without --quantization tma_fp8",
+        )
+    if weight_on_input:
+        return Support(
+            False,
+            "the model multiplies router weights into the experts' input; the kernels apply them "
+            "to the output. Start without --quantization tma_fp8",
+        )
+    return YES
+
+
+def supports_engine_backend(moe_backend: str) -> Support:
+    """Any --moe-backend other than auto is a wish for one of the engine's own kernels."""
+    if moe_backend == "auto":
+        return YES
+    return Support(
+        False,
+        f"--moe-backend {moe_backend} asks for the engine's own kernels and --quantization tma_fp8 "
+        "for ours. Drop one of the two",
+    )
+
+
+ENGINE_ALL2ALL = ("allgather_reducescatter", "naive")
+
+
+def supports_parallelism(
+    *, all2all: str | None = None, dbo: bool = False, elastic: bool = False, transport: str = "auto"
+) -> Support:
+    """``all2all`` is the engine's all-to-all backend, None when tokens do not travel.
+
+    ``transport`` is MOE_BACKEND_EP.
+    """
+    if dbo:
+        return Support(
+            False, "dual-batch overlap is not supported. Drop --enable-dbo (and --ubatch-size)"
+        )
+    if elastic:
+        return Support(
+            False, "elastic expert parallelism is not supported. Drop --enable-elastic-ep"
+        )
+    if all2all is not None and all2all not in ENGINE_ALL2ALL:
+        return Support(
+            False,
+            f"--all2all-backend {all2all} hands tokens to the engine's own kernels in a layout of "
+            f"its own. Use --all2all-backend {ENGINE_ALL2ALL[0]}",
+        )
+    if all2all is not None and transport not in ("auto", "engine"):
+        return Support(
+            False,
+            f"MOE_BACKEND_EP={transport} is not available inside the engine in this version. "
+            "Unset it: tokens then travel by the engine's all-gather and reduce-scatter",
+        )
+    return YES
