@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from moe_backend import ops
-from moe_backend.types import Activation, ExpertWeights, RouterSpec, Routing
+from moe_backend.types import Activation, ExpertWeights, RouterSpec, Routing, Score
 
 __all__ = ["fused_experts", "moe_layer", "route"]
 _SILU = Activation()
@@ -57,7 +57,7 @@ def _check_map(expert_map: torch.Tensor | None, num_experts: int) -> None:
 def route(
     logits: torch.Tensor,
     top_k: int,
-    score: str = "softmax",
+    score: Score = "softmax",
     bias: torch.Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
@@ -77,15 +77,7 @@ def route(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    spec = RouterSpec(
-        top_k,
-        score,
-        num_groups,
-        top_groups,
-        None,
-        renormalize,
-        scale,  # type: ignore[arg-type]
-    )
+    spec = RouterSpec(top_k, score, num_groups, top_groups, 0, renormalize, scale)
     _check_logits(logits, bias, spec)
     ids, weights, _ = torch.ops.moe_backend.router_topk(logits, bias, *ops.flat(spec))
     return Routing(ids, weights, logits.shape[1])

@@ -143,7 +143,7 @@ def fused_experts(
             mine = (routes == expert).nonzero().squeeze(1)
             rows[mine] = expert_rows(dequantised[mine // top_k], expert, weights, activation)
     return unpermute_reduce(
-        rows.view(num_tokens, top_k, -1),
+        rows.view(num_tokens, top_k, x.shape[1]),
         topk_weights.masked_fill(routes.view_as(topk_ids) < 0, 0.0),
         shared_output,
     ).to(x.dtype)

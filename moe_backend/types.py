@@ -46,7 +46,7 @@ class RouterSpec:
     """How logits become experts and weights.
 
     With groups, a group's score is the sum of its best ``group_candidates`` biased scores
-    (``None``: ``top_k // top_groups``, as DeepSeek-V3 does) and only experts of the best
+    (0: ``top_k // top_groups``, as DeepSeek-V3 does) and only experts of the best
     ``top_groups`` groups can be chosen. ``scale`` multiplies the weights once, last.
     """
 
@@ -54,7 +54,7 @@ class RouterSpec:
     score: Score = "softmax"
     num_groups: int = 1
     top_groups: int = 1
-    group_candidates: int | None = None
+    group_candidates: int = 0
     renormalize: bool = False
     scale: float = 1.0
 
@@ -68,7 +68,7 @@ class RouterSpec:
             f"1 to num_groups ({self.num_groups})",
             self.top_groups,
         )
-        if self.group_candidates is None:
+        if not self.group_candidates:
             object.__setattr__(self, "group_candidates", max(1, self.top_k // self.top_groups))
         _expect("group_candidates", self.group_candidates >= 1, "at least 1", self.group_candidates)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured kernel configurations, one JSON file per device; installed as ``moe_backend.tuned_configs``."""
+"""Measured kernel configurations, one JSON file per device (``moe_backend.tuned_configs``)."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
-import click
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -26,25 +26,28 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """Imports ``moe_backend.cli.<name>`` on use: its ``app`` (sub-commands) or its ``command``."""
+    """Imports ``moe_backend.cli.<name>`` on use: its ``app`` (sub-commands) or its ``command``.
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    typer carries its own click in some versions, hence no click types here.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"moe_backend.cli.{name.replace('-', '_')}")
+        module = import_module(f"moe_backend.cli.{cmd_name.replace('-', '_')}")
         app = getattr(module, "app", None)
         if app is None:
             app = typer.Typer(add_completion=False)
             settings = getattr(module, "CONTEXT_SETTINGS", None)
-            app.command(name, help=module.command.__doc__, context_settings=settings)(
+            app.command(cmd_name, help=module.command.__doc__, context_settings=settings)(
                 module.command
             )
         return get_command(app)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
