@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moe_backend import reference
-from moe_backend.types import Activation, ExpertWeights, RouterSpec
+from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfig, RouterSpec
 
 
 def route(
@@ -29,6 +29,60 @@ def experts(
     shared_output: torch.Tensor | None,
 ) -> torch.Tensor:
     """The routed experts of a layer; see reference.fused_experts."""
-    return reference.fused_experts(
-        x, topk_ids, topk_weights, weights, activation, expert_map, shared_output
+    if not x.is_cuda:
+        return reference.fused_experts(
+            x, topk_ids, topk_weights, weights, activation, expert_map, shared_output
+        )
+    from moe_backend.tuning import selection
+
+    num_experts = weights.num_local_experts if expert_map is None else expert_map.numel()
+    shape = selection.shape_of(weights, topk_ids.shape[1], num_experts)
+    config = selection.select(shape, x.shape[0], x.device).config
+    return run_experts(
+        x, topk_ids, topk_weights, weights, activation, expert_map, shared_output, config
     )
+
+
+def run_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    expert_map: torch.Tensor | None,
+    shared_output: torch.Tensor | None,
+    config: KernelConfig,
+) -> torch.Tensor:
+    """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
+    from moe_backend.kernels import grouped_gemm as gg
+    from moe_backend.kernels.quant_fp8 import quant_permute
+    from moe_backend.kernels.schedule import schedule
+    from moe_backend.kernels.unpermute_reduce import unpermute_reduce
+
+    pdl = config.pdl and x.is_cuda
+    x, topk_ids = x.contiguous(), topk_ids.contiguous()
+    out = torch.empty_like(x)
+    plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
+    a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
+    up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale)
+    h, h_scale = gg.grouped_gemm_swiglu(
+        up, plan, _tiles(config.up), alpha=activation.alpha, limit=activation.limit, pdl=pdl
+    )
+    down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
+    hidden = weights.hidden
+    step = config.slab or hidden
+    buffer = torch.empty((plan.num_rows, step), dtype=torch.bfloat16, device=x.device)
+    for first in range(0, hidden, step):
+        rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
+        gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
+        unpermute_reduce(
+            rows, plan.route_row, topk_weights, out,
+            first_column=first, shared=shared_output, pdl=pdl,
+        )  # fmt: skip
+    return out
+
+
+def _tiles(gemm: GemmConfig):
+    from moe_backend.kernels.grouped_gemm import Tiles
+
+    return Tiles(gemm.block_n, gemm.num_warps, gemm.num_stages, gemm.swap)

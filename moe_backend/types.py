@@ -183,14 +183,31 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class KernelConfig:
-    """Tiles of one grouped GEMM. ``kernel`` names the implementation that the tiles are for."""
+class GemmConfig:
+    """Tiles of one grouped GEMM. ``kernel`` names the implementation that the tiles are for.
 
-    block_m: int
-    block_n: int
-    block_k: int = BLOCK
+    ``swap`` puts weight rows on the MMA's M, for experts with few rows (Triton only).
+    """
+
+    kernel: Literal["triton", "gluon"] = "triton"
+    block_n: int = BLOCK
     num_warps: int = 4
     num_stages: int = 4
-    group_m: int = 8
-    split_k: int = 1
-    kernel: str = "triton"
+    swap: bool = True
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How the experts of one layer run at one number of tokens.
+
+    ``align`` rows make a tile of both GEMMs. ``slab`` columns of the down projection are computed
+    and reduced at a time (0: all at once). ``direct`` skips the ordering by expert altogether.
+    """
+
+    align: int
+    up: GemmConfig = GemmConfig()
+    down: GemmConfig = GemmConfig()
+    slab: int = 0
+    gather: bool = False
+    direct: bool = False
+    pdl: bool = True

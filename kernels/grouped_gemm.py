@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 block-scaled grouped GEMMs over experts, both operands through TMA descriptors (Triton).
+
+    up:    h[r]  = swiglu(A[r] · gate[e]^T, A[r] · up[e]^T);  Q, S = quantise 1x128 of h
+    plain: C[r]  = bf16( A[r] · B[e]^T )
+
+A [rows, K] e4m3 with scales [K/128, rows]; B [E, N, K] e4m3 with 128x128 scales; e = tile_expert of
+the row's tile. Every 128 of K the tensor cores' sum is promoted into an fp32 accumulator. Tiles
+with expert -1 exit at once; padding rows compute garbage that nobody reads, rows never mix. Tails
+of N and K need no padding of the weights: TMA fills zeros beyond K, stores are masked beyond N.
+
+Swapped operands (SWAP) put 64 or more weight rows on the MMA's M and 16 to 64 token rows on its N:
+the right way round while an expert has few rows. Grid: (tiles x column blocks), columns fastest, so
+that the tiles of one expert run together and its weights are read once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .quant_fp8 import quantise
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a Triton GEMM cuts its work. Rows per tile are the schedule's alignment."""
+
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+    swap: bool = True
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A: rows of activations in the schedule's order; B: the experts' weights as the checkpoint has them."""
+
+    a: torch.Tensor  # [rows, K] e4m3
+    a_scale: torch.Tensor  # [cdiv(K, 128), rows] fp32
+    b: torch.Tensor  # [E, N, K] e4m3
+    b_scale: torch.Tensor  # [E, blocks of N, cdiv(K, 128)] fp32
+
+    def __post_init__(self) -> None:
+        groups = triton.cdiv(self.b.shape[2], 128)
+        for name, t in (("a", self.a), ("b", self.b)):
+            if t.dtype != torch.float8_e4m3fn or not t.is_contiguous():
+                raise ValueError(f"{name}: expected contiguous float8_e4m3fn, found {t.dtype} with strides {t.stride()}")
+            if t.data_ptr() % 16 or t.shape[-1] % 16:
+                raise ValueError(f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at {t.data_ptr():#x}")
+        if self.a.shape[1] != self.b.shape[2]:
+            raise ValueError(f"a: expected {self.b.shape[2]} columns as b has, found {self.a.shape[1]}")
+        if tuple(self.a_scale.shape) != (groups, self.a.shape[0]):
+            raise ValueError(f"a_scale: expected {(groups, self.a.shape[0])}, found {tuple(self.a_scale.shape)}")
+        if self.b_scale.shape[0] != self.b.shape[0] or self.b_scale.shape[2] != groups:
+            raise ValueError(f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], found {tuple(self.b_scale.shape)}")
+
+
+@triton.jit
+def _product(a, b, scale, weight_scale, SWAP: tl.constexpr):
+    """One 128 of K: [BLOCK_M, BLOCK_N], or its transpose when swapped, already scaled."""
+    if SWAP:
+        return tl.dot(b, a.T) * (scale * weight_scale)[None, :]
+    else:
+        return tl.dot(a, b.T) * (scale * weight_scale)[:, None]
+
+
+@triton.jit
+def _zeros(M: tl.constexpr, N: tl.constexpr, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.zeros((N, M), tl.float32)
+    else:
+        return tl.zeros((M, N), tl.float32)
+
+
+@triton.jit
+def swiglu(gate, up, alpha, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-alpha * gate)) * up
+
+
+@triton.jit
+def _up_kernel(
+    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, q_ptr, qs_ptr, num_rows, inter, K, alpha, limit,
+    BLOCK_M: tl.constexpr, SWAP: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(inter, 128)
+    tile = tl.program_id(0) // blocks
+    pn = tl.program_id(0) % blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    e = tl.load(tile_expert_ptr + tile)
+    if e < 0:
+        return
+    groups = tl.cdiv(K, 128)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = e * 2 * inter + pn * 128
+    gate_scale = bs_ptr + (e * 2 * blocks + pn) * groups
+    up_scale = gate_scale + blocks * groups
+    gate = _zeros(BLOCK_M, 128, SWAP)
+    up = _zeros(BLOCK_M, 128, SWAP)
+    for k in tl.range(groups, num_stages=STAGES):
+        a = a_desc.load([tile * BLOCK_M, k * 128])
+        b0 = b_desc.load([first, k * 128])
+        b1 = b_desc.load([first + inter, k * 128])
+        scale = tl.load(as_ptr + k * num_rows + rows)
+        gate += _product(a, b0, scale, tl.load(gate_scale + k), SWAP)
+        up += _product(a, b1, scale, tl.load(up_scale + k), SWAP)
+    h = swiglu(gate, up, alpha, limit, LIMITED)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    cols = pn * 128 + tl.arange(0, 128)
+    if SWAP:
+        h = tl.where((cols < inter)[:, None], h, 0.0)
+        q, scale = quantise(h, 0)
+        q = q.T
+    else:
+        h = tl.where((cols < inter)[None, :], h, 0.0)
+        q, scale = quantise(h, 1)
+    at = q_ptr + rows.to(tl.int64)[:, None] * inter + cols[None, :]
+    tl.store(at, q, mask=(cols < inter)[None, :])
+    tl.store(qs_ptr + pn * num_rows + rows, scale)
+
+
+@triton.jit
+def _gemm_kernel(
+    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, c_ptr, num_rows, N, K, first_column, width, scale_blocks,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    pn = tl.program_id(0) % blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    e = tl.load(tile_expert_ptr + tile)
+    if e < 0:
+        return
+    groups = tl.cdiv(K, 128)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = first_column + pn * BLOCK_N
+    w_scale = bs_ptr + (e * scale_blocks + column // 128) * groups
+    acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    for k in tl.range(groups, num_stages=STAGES):
+        a = a_desc.load([tile * BLOCK_M, k * 128])
+        b = b_desc.load([e * N + column, k * 128])
+        scale = tl.load(as_ptr + k * num_rows + rows)
+        acc += _product(a, b, scale, tl.load(w_scale + k), SWAP)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    c = acc.to(tl.bfloat16)
+    if SWAP:
+        c = c.T
+    cols = pn * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = c_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
+    tl.store(at, c, mask=((cols < width) & (first_column + cols < N))[None, :])
+
+
+def _descriptors(x: Operands, block_m: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    b = x.b.view(-1, x.b.shape[2])
+    return TensorDescriptor.from_tensor(x.a, [block_m, 128]), TensorDescriptor.from_tensor(b, [block_n, 128])
+
+
+def grouped_gemm_swiglu(
+    x: Operands, plan: Schedule, tiles: Tiles, *, alpha: float = 1.0, limit: float | None = None, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The up projection with its epilogue: e4m3 [rows, I] and scales [cdiv(I, 128), rows].
+
+    ``x.b`` is w13 [E, 2I, K], gate rows first; its scales have cdiv(I, 128) blocks for each half.
+    """
+    inter, rows = x.b.shape[1] // 2, plan.num_rows
+    blocks = triton.cdiv(inter, 128)
+    q = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.a.device)
+    qs = torch.empty((blocks, rows), dtype=torch.float32, device=x.a.device)
+    if rows:
+        _up_kernel[(rows // plan.align * blocks,)](
+            *_descriptors(x, plan.align, 128), x.a_scale, x.b_scale, plan.tile_expert, q, qs,
+            rows, inter, x.b.shape[2], alpha, limit or 0.0, BLOCK_M=plan.align, SWAP=tiles.swap,
+            LIMITED=limit is not None, PDL=pdl, STAGES=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
+    return q, qs
+
+
+def grouped_gemm(
+    x: Operands, plan: Schedule, tiles: Tiles, *, first_column: int = 0, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """bf16 [rows, width]: columns ``first_column ...`` of A · B^T, all of them without ``out``."""
+    n, k = x.b.shape[1:]
+    if out is None:
+        out = torch.empty((plan.num_rows, n), dtype=torch.bfloat16, device=x.a.device)
+    width = out.shape[1]
+    if first_column % tiles.block_n or out.shape[0] != plan.num_rows:
+        raise ValueError(f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, found {tuple(out.shape)}")
+    if plan.num_rows:
+        _gemm_kernel[(plan.num_rows // plan.align * triton.cdiv(width, tiles.block_n),)](
+            *_descriptors(x, plan.align, tiles.block_n), x.a_scale, x.b_scale, plan.tile_expert, out,
+            plan.num_rows, n, k, first_column, width, x.b_scale.shape[1], BLOCK_M=plan.align,
+            BLOCK_N=tiles.block_n, SWAP=tiles.swap, PDL=pdl, STAGES=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
+    return out

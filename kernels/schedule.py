@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every routed row goes: an expert-contiguous order, padded so that no GEMM tile has two experts.
+
+Expert e owns ``ceil(count[e] / align)`` tiles of ``align`` rows. Tiles of all experts follow each
+other without gaps; a tile index at or beyond the last one has expert -1, and so has a route that
+is absent (id -1, out of range, or mapped to -1). The host never reads a count: everything is
+sized by the worst case ``max_tiles``.
+
+    ids [routes] -> route_row [routes]   row of the route, or -1
+                    row_route [rows]     the inverse; -1 in padding rows
+                    tile_expert [tiles]  expert of the tile, or -1
+                    tile_rows [tiles]    valid rows in the tile, 0 ... align
+
+Up to 4,096 routes: one launch, in which each program counts all routes and ranks a few of them.
+Beyond: count (per block of routes), scan (over blocks), place. The order within an expert is that
+of the routes, so results do not depend on timing.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+SINGLE_LAUNCH_ROUTES = 4096
+_BLOCK = 256  # routes ranked by one program of the three-launch form
+
+
+class Schedule(NamedTuple):
+    route_row: torch.Tensor  # [num_tokens, top_k] int32
+    row_route: torch.Tensor  # [max_tiles * align] int32
+    tile_expert: torch.Tensor  # [max_tiles] int32
+    tile_rows: torch.Tensor  # [max_tiles] int32
+    align: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_route.shape[0]
+
+
+def max_tiles(num_routes: int, num_experts: int, align: int) -> int:
+    """Tiles needed by the worst routing: every live expert may waste almost a tile."""
+    live = min(num_routes, num_experts)
+    return min(num_routes, (num_routes + live * (align - 1)) // align)
+
+
+@triton.jit
+def _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E: tl.constexpr, MAPPED: tl.constexpr):
+    """Local expert of each route; E, one past the last, for an absent one."""
+    e = tl.load(ids_ptr + index, mask=index < num_routes, other=-1)
+    e = tl.where((e >= 0) & (e < num_global), e, -1)
+    if MAPPED:
+        e = tl.load(map_ptr + e, mask=e >= 0, other=-1)
+    return tl.where((e >= 0) & (e < E), e, E)
+
+
+@triton.jit
+def _earlier_equal(e, index, others, other_index):
+    """How many earlier routes among ``others`` have the same expert."""
+    same = (e[:, None] == others[None, :]) & (other_index[None, :] < index[:, None])
+    return tl.sum(same.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, tiles, num_tiles, align, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Expert and valid rows of the tiles numbered ``tiles``."""
+    experts = tl.arange(0, E_PAD)
+    last = tl.where(experts < E, tile_end, 2147483647)
+    e = tl.sum((last[None, :] <= tiles[:, None]).to(tl.int32), axis=1)  # the first whose end lies beyond
+    hit = experts[None, :] == e[:, None]
+    end = tl.sum(tl.where(hit, tile_end[None, :], 0), axis=1)
+    count = tl.sum(tl.where(hit, counts[None, :], 0), axis=1)
+    left = count - (tiles - (end - (count + align - 1) // align)) * align
+    live = e < E
+    tl.store(tile_expert_ptr + tiles, tl.where(live, e, -1), mask=tiles < num_tiles)
+    tl.store(tile_rows_ptr + tiles, tl.where(live, tl.minimum(left, align), 0), mask=tiles < num_tiles)
+
+
+@triton.jit
+def _put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_routes, align, E: tl.constexpr):
+    live = e < E
+    row = tl.gather(tile_start, tl.where(live, e, 0), 0) * align + rank
+    tl.store(route_row_ptr + index, tl.where(live, row, -1), mask=index < num_routes)
+    tl.store(row_route_ptr + row, index, mask=live)
+
+
+@triton.jit
+def _schedule_kernel(
+    ids_ptr, map_ptr, route_row_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr,
+    num_routes, num_global, num_tiles, align,
+    E: tl.constexpr, E_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
+    TILES: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """One launch: program p counts all routes, places routes and tiles of its share."""
+    index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
+    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    counts = tl.zeros((E_PAD,), tl.int32)
+    rank = tl.zeros((RANKED,), tl.int32)
+    for start in range(0, R_PAD, CHUNK):
+        other_index = start + tl.arange(0, CHUNK)
+        others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
+        counts += tl.histogram(others, E_PAD)
+        rank += _earlier_equal(e, index, others, other_index)
+    counts = tl.where(tl.arange(0, E_PAD) < E, counts, 0)
+    needed = (counts + align - 1) // align
+    tile_end = tl.cumsum(needed, 0)
+    _put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align, E)
+    for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
+        _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
+
+
+@triton.jit
+def _count_kernel(
+    ids_ptr, map_ptr, rank_ptr, block_count_ptr, num_routes, num_global,
+    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Rank of each route within its block, and the block's histogram."""
+    first = tl.program_id(0) * BLOCK
+    index = first + tl.arange(0, BLOCK)
+    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, BLOCK, CHUNK):
+        other_index = first + start + tl.arange(0, CHUNK)
+        others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
+        rank += _earlier_equal(e, index, others, other_index)
+    tl.store(rank_ptr + index, rank, mask=index < num_routes)
+    tl.store(block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), tl.histogram(e, E_PAD))
+
+
+@triton.jit
+def _scan_kernel(block_count_ptr, counts_ptr, num_blocks, E_PAD: tl.constexpr, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Exclusive sums over blocks in place, and the totals, for ``EXPERTS`` experts a program."""
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        blocks = start + tl.arange(0, BLOCKS)
+        at = block_count_ptr + blocks[:, None] * E_PAD + experts[None, :]
+        inside = blocks[:, None] < num_blocks
+        count = tl.load(at, mask=inside, other=0)
+        tl.store(at, tl.cumsum(count, 0) - count + total[None, :], mask=inside)
+        total += tl.sum(count, axis=0)
+    tl.store(counts_ptr + experts, total)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, map_ptr, rank_ptr, block_base_ptr, counts_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr,
+    num_routes, num_global, num_tiles, align,
+    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Rows from ranks, block bases and padded totals (in place of the ranks), and the tiles."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    experts = tl.arange(0, E_PAD)
+    counts = tl.where(experts < E, tl.load(counts_ptr + experts), 0)
+    needed = (counts + align - 1) // align
+    tile_end = tl.cumsum(needed, 0)
+    rank = tl.load(rank_ptr + index, mask=index < num_routes, other=0)
+    rank += tl.load(block_base_ptr + tl.program_id(0) * E_PAD + e, mask=e < E, other=0)
+    _put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align, E)
+    for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
+        _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
+
+
+def schedule(
+    topk_ids: torch.Tensor, num_local_experts: int, align: int, *, expert_map: torch.Tensor | None = None
+) -> Schedule:
+    """Order the routes by expert.
+
+    Args:
+        topk_ids: [num_tokens, top_k] int32, contiguous; -1 is absent.
+        num_local_experts: experts held here.
+        align: rows of a tile, a power of two.
+        expert_map: int32, global id -> local id or -1; without it ids are local.
+    """
+    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
+        raise ValueError(f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}")
+    if expert_map is not None and expert_map.dtype != torch.int32:
+        raise ValueError(f"expert_map: expected int32, found {expert_map.dtype}")
+    num_routes, dev = topk_ids.numel(), topk_ids.device
+    num_tiles = max_tiles(num_routes, num_local_experts, align)
+    route_row = torch.empty(topk_ids.shape, dtype=torch.int32, device=dev)
+    row_route = torch.empty(num_tiles * align, dtype=torch.int32, device=dev)
+    tiles = torch.empty((2, num_tiles), dtype=torch.int32, device=dev)
+    out = Schedule(route_row, row_route, tiles[0], tiles[1], align)
+    if num_routes == 0:
+        return out
+    num_global = num_local_experts if expert_map is None else expert_map.shape[0]
+    e_pad = triton.next_power_of_2(num_local_experts + 1)
+    sizes = {"E": num_local_experts, "E_PAD": e_pad, "MAPPED": expert_map is not None, "TILES": 16}
+    if num_routes <= SINGLE_LAUNCH_ROUTES:
+        r_pad = max(32, triton.next_power_of_2(num_routes))
+        _schedule_kernel[(triton.cdiv(num_routes, 32),)](
+            topk_ids, expert_map, route_row, row_route, *tiles, num_routes, num_global, num_tiles, align,
+            R_PAD=r_pad, CHUNK=min(r_pad, 256), RANKED=32, **sizes,
+        )  # fmt: skip
+        return out
+    blocks = triton.cdiv(num_routes, _BLOCK)
+    block_count = torch.empty((blocks + 1, e_pad), dtype=torch.int32, device=dev)
+    counts = block_count[blocks]
+    tiles_per_program = sizes.pop("TILES")
+    _count_kernel[(blocks,)](
+        topk_ids, expert_map, route_row, block_count, num_routes, num_global, BLOCK=_BLOCK, CHUNK=32, num_warps=8, **sizes
+    )
+    experts = min(8, e_pad)
+    _scan_kernel[(e_pad // experts,)](block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts)
+    _place_kernel[(blocks,)](
+        topk_ids, expert_map, route_row, block_count, counts, row_route, *tiles, num_routes, num_global, num_tiles, align,
+        BLOCK=_BLOCK, TILES=tiles_per_program, **sizes,
+    )  # fmt: skip
+    return out
