@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-COMMON_WORDS = """the of and to in is that for it as was with be by on not he his but at are this have
+COMMON_WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have
 from or had an they which one you were all her she there would their we him been has when who will
 no more if out so said what up its about than into them can only other new some could time these
 two may then do first any my now such like our over man me even most made after also did many
