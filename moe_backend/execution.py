@@ -16,7 +16,11 @@ def route(
     logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, weights and tokens per expert; see reference.router_topk."""
-    return reference.router_topk(logits, spec, bias)
+    if not logits.is_cuda:
+        return reference.router_topk(logits, spec, bias)
+    from moe_backend.kernels.router_topk import router_topk
+
+    return router_topk(logits, spec, bias)
 
 
 def experts(
