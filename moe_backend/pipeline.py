@@ -12,19 +12,22 @@ __all__ = ["fused_experts", "moe_layer", "route"]
 _SILU = Activation()
 
 
-def _check(name: str, ok: bool, expected: str, found: object) -> None:
+def _check(name: str, ok: bool, expected: str, found: object, *values: object) -> None:
+    """``values`` fill ``expected`` on failure only: under torch.compile, putting a dynamic size
+    into a string would fix that size in the graph."""
     if not ok:
-        raise ValueError(f"{name}: expected {expected}, found {found}")
+        raise ValueError(f"{name}: expected {expected.format(*values)}, found {found}")
 
 
 def _check_logits(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec) -> None:
     shape = tuple(logits.shape)
-    _check("logits", logits.dim() == 2, "[num_tokens, num_experts]", f"shape {shape}")
+    _check("logits", logits.dim() == 2, "[num_tokens, num_experts]", shape)
     _check("logits", logits.is_floating_point(), "a floating dtype", logits.dtype)
     spec.check(shape[1])
     if bias is not None:
-        _check("bias", bias.shape == (shape[1],), f"shape ({shape[1]},)", tuple(bias.shape))
-        _check("bias", bias.device == logits.device, f"device {logits.device}", bias.device)
+        _check("bias", bias.shape == shape[1:], "shape {}", tuple(bias.shape), shape[1:])
+        same = bias.device == logits.device
+        _check("bias", same, "device {}", bias.device, logits.device)
 
 
 def _check_input(x: torch.Tensor, weights: ExpertWeights) -> None:
@@ -32,12 +35,14 @@ def _check_input(x: torch.Tensor, weights: ExpertWeights) -> None:
     _check(
         "x",
         x.dim() == 2 and shape[1] == hidden,
-        f"[num_tokens, {hidden}] to match w13",
-        f"shape {shape}",
+        "[num_tokens, {}] to match w13",
+        shape,
+        hidden,
     )
     _check("x", x.dtype in (torch.bfloat16, torch.float16), "dtype bfloat16 or float16", x.dtype)
-    _check("x", x.is_contiguous(), "contiguous rows", f"strides {x.stride()}")
-    _check("x", x.device == weights.w13.device, f"device {weights.w13.device}", x.device)
+    _check("x", x.is_contiguous(), "contiguous rows", "a view with gaps")
+    device = weights.w13.device
+    _check("x", x.device == device, "device {}", x.device, device)
     graph = torch.is_grad_enabled() and x.requires_grad
     _check("x", not graph, "no gradient (the experts serve inference)", "requires_grad=True")
 
@@ -47,8 +52,9 @@ def _check_map(expert_map: torch.Tensor | None, num_experts: int) -> None:
         _check(
             "expert_map",
             expert_map.dim() == 1 and expert_map.numel() == num_experts,
-            f"one local id per expert, shape ({num_experts},)",
-            f"shape {tuple(expert_map.shape)}",
+            "one local id per expert, shape ({},)",
+            tuple(expert_map.shape),
+            num_experts,
         )
         integer = expert_map.dtype in (torch.int32, torch.int64)
         _check("expert_map", integer, "dtype int32 or int64", expert_map.dtype)
@@ -107,14 +113,15 @@ def fused_experts(
     """
     _check_input(x, weights)
     rows = routing.topk_ids.shape[0]
-    _check("routing", rows == x.shape[0], f"{x.shape[0]} tokens as in x", f"{rows} tokens")
+    _check("routing", rows == x.shape[0], "{} tokens as in x", rows, x.shape[0])
     if expert_map is None:
         local = weights.num_local_experts
-        _check("routing", routing.num_experts == local, f"{local} experts", routing.num_experts)
+        found = routing.num_experts
+        _check("routing", found == local, "{} experts", found, local)
     _check_map(expert_map, routing.num_experts)
     if shared_output is not None:
         same = shared_output.shape == x.shape
-        _check("shared_output", same, f"shape {tuple(x.shape)}", tuple(shared_output.shape))
+        _check("shared_output", same, "shape {}", tuple(shared_output.shape), tuple(x.shape))
     return torch.ops.moe_backend.fused_experts(
         x,
         routing.topk_ids,
@@ -140,10 +147,11 @@ def moe_layer(
     """Routing and experts as one operator; what the engine's layer calls with raw logits."""
     _check_logits(logits, bias, spec)
     _check_input(x, weights)
-    _check("logits", logits.shape[0] == x.shape[0], f"{x.shape[0]} rows as in x", logits.shape[0])
+    rows = logits.shape[0]
+    _check("logits", rows == x.shape[0], "{} rows as in x", rows, x.shape[0])
     if expert_map is None:
         local = weights.num_local_experts
-        _check("logits", logits.shape[1] == local, f"{local} experts", logits.shape[1])
+        _check("logits", logits.shape[1] == local, "{} experts", logits.shape[1], local)
     _check_map(expert_map, logits.shape[1])
     return torch.ops.moe_backend.moe_layer(
         x,

@@ -21,9 +21,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _expect(name: str, ok: bool, expected: str, found: object) -> None:
+def _expect(name: str, ok: bool, expected: str, found: object, *values: object) -> None:
+    """``values`` fill ``expected`` on failure only: a dynamic size in a string would specialise a
+    graph that torch.compile is tracing."""
     if not ok:
-        raise ValueError(f"{name}: expected {expected}, found {found}")
+        raise ValueError(f"{name}: expected {expected.format(*values)}, found {found}")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
-        _expect("topk_ids", ids.dim() == 2, "[num_tokens, top_k]", f"shape {tuple(ids.shape)}")
+        _expect("topk_ids", ids.dim() == 2, "shape [num_tokens, top_k]", tuple(ids.shape))
         if ids.dtype is not torch.int32:
             object.__setattr__(self, "topk_ids", ids.to(torch.int32))
         if weights.dtype is not torch.float32:
@@ -122,8 +124,9 @@ class Routing:
         _expect(
             "topk_weights",
             weights.shape == ids.shape,
-            f"the shape of topk_ids, {tuple(ids.shape)}",
-            f"shape {tuple(weights.shape)}",
+            "the shape of topk_ids, {}",
+            tuple(weights.shape),
+            tuple(ids.shape),
         )
         _expect("num_experts", self.num_experts >= 1, "at least 1", self.num_experts)
 

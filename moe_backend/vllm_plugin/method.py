@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE method: vLLM's routed experts on moe_backend.
+
+Two forms, decided when weights have been loaded. *Monolithic*: the engine hands over raw logits
+and one operator routes and computes. *Modular*: the engine routes (EPLB, routing simulation,
+routers of a model's own) and hands over expert ids. In both the engine moves tokens between ranks
+before us and reduces after us, so one code serves TP, EP and DP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEMethodBase,
+    FusedMoeWeightScaleSupported,
+    RoutedExperts,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+from moe_backend import envs, pipeline, support
+from moe_backend.types import BLOCK, FP8, Activation, ExpertWeights, MoEShape, Routing
+from moe_backend.vllm_plugin import METHOD, checks, compat, routing, status
+
+logger = compat.logger()
+
+
+def shape_of(layer: RoutedExperts) -> MoEShape:
+    moe = layer.moe_config
+    return MoEShape(
+        num_experts=moe.num_experts,
+        num_local_experts=moe.num_local_experts,
+        hidden=moe.hidden_dim,
+        intermediate=moe.intermediate_size_per_partition,
+        top_k=moe.experts_per_token,
+        ep_size=moe.moe_parallel_config.ep_size,
+    )
+
+
+def layer_refusals(layer: RoutedExperts) -> list[str]:
+    """Every reason why this layer cannot run on our kernels, as it was built on this rank."""
+    moe, shape = layer.moe_config, shape_of(layer)
+    parallel = moe.moe_parallel_config
+    config = get_current_vllm_config_or_none()
+    engine = checks.EngineFacts.of(config)
+    whole = support.supports_expert_layout(moe.intermediate_size)
+    cut = support.supports_tensor_parallel(shape.hidden, moe.intermediate_size, parallel.tp_size)
+    name, capability = compat.platform()
+    answers = [
+        support.supports_platform(name),
+        support.supports_device(capability),
+        support.supports_activation(moe.activation.value),
+        support.supports_experts(
+            has_bias=moe.has_bias,
+            lora=moe.is_lora_enabled,
+            weight_on_input=layer.apply_router_weight_on_input,
+        ),
+        support.supports_engine_backend(str(moe.moe_backend)),
+        support.supports_parallelism(
+            all2all=parallel.all2all_backend if parallel.use_all2all_kernels else None,
+            dbo=engine.dbo,
+            elastic=engine.elastic,
+            transport=envs.load().ep,
+        ),
+        support.supports_shape(shape),
+        cut if whole.ok else whole,
+    ]
+    return [answer.reason for answer in answers if not answer.ok]
+
+
+class TmaFp8MoEMethod(FusedMoEMethodBase):
+    """FP8 block-scaled experts through :mod:`moe_backend.pipeline`.
+
+    Weights, scales, bias and maps are read from the layer at every call and nothing is derived
+    from them, so reload, sleep and expert rebalancing need no care here.
+    """
+
+    def __init__(self, layer: RoutedExperts) -> None:
+        super().__init__(layer.moe_config)
+        config = get_current_vllm_config_or_none()
+        # The engine's map from layer name to runner; the runner is added after this constructor.
+        self._runners = config.compilation_config.static_forward_context if config else {}
+        model = getattr(config, "model_config", None)
+        self._captured = bool(getattr(model, "enable_return_routed_experts", False))
+        self._activation = Activation(limit=layer.swiglu_limit)
+        self._plan = routing.engine_routes("weights are not loaded yet")
+
+    # What the engine asks a method.
+
+    @property
+    def is_monolithic(self) -> bool:
+        return self._plan.spec is not None
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
+        return None  # quantisation happens inside our operator
+
+    def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
+        """vLLM 0.26 asks here for an all-to-all; None leaves dispatch to its runner."""
+        return None
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers the checkpoint's tensors as they are: gate rows, up rows, block scales."""
+        layer.num_experts = num_experts
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = [BLOCK, BLOCK]
+        inter, hidden = intermediate_size_per_partition, hidden_size
+
+        def add(name: str, *shape: int, dtype: torch.dtype, **attributes: Any) -> None:
+            data = torch.zeros(num_experts, *shape, dtype=dtype)
+            parameter = torch.nn.Parameter(data, requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {**extra_weight_attrs, **attributes})
+
+        add("w13_weight", 2 * inter, hidden, dtype=FP8)
+        add("w2_weight", hidden, inter, dtype=FP8)
+        block = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+        rows = (2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK)
+        add("w13_weight_scale_inv", *rows[0], dtype=torch.float32, **block)
+        add("w2_weight_scale_inv", *rows[1], dtype=torch.float32, **block)
+        layer.w13_input_scale = None
+        layer.w2_input_scale = None
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Decides who routes. The weights stay as they came."""
+        _weights(layer)  # raises with the tensor's name when a loader left something unusable
+        router = compat.router_of(self._runners, layer.layer_name)
+        self._plan = routing.plan(
+            layer, router, simulated=compat.simulated_routing(), captured=self._captured
+        )
+        own, words = self._plan.spec is not None, self._plan.reason
+        logger.info_once(
+            "%s: MoE layers run on moe_backend; %s selects the experts (%s)",
+            METHOD,
+            "the fused router" if own else "the engine",
+            words,
+        )
+        self._record(layer, f"{'moe_backend' if own else 'engine'}: {words}")
+
+    def _record(self, layer: RoutedExperts, words: str) -> None:
+        parallel = self.moe.moe_parallel_config
+        where = "kernels on sm_90" if compat.platform()[0] == "cuda" else "torch reference on CPU"
+        status.record(
+            layer,
+            status.LayerStatus(
+                layer=layer.layer_name,
+                backend="moe_backend",
+                reason=where,
+                shape=shape_of(layer),
+                routing=words,
+                ep={
+                    "size": parallel.ep_size,
+                    "rank": parallel.ep_rank,
+                    "transport": "engine" if parallel.use_all2all_kernels else "none",
+                },
+            ),
+        )
+
+    # The hot path.
+
+    def apply_monolithic(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Raw logits to the routed experts' output, a fresh tensor."""
+        return pipeline.moe_layer(
+            x,
+            router_logits,
+            _weights(layer),
+            self._plan.spec,
+            bias=layer.e_score_correction_bias,
+            activation=self._activation,
+            expert_map=layer.expert_map,
+        )
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """The engine's selection (physical ids) to the routed experts' output."""
+        return pipeline.fused_experts(
+            x,
+            Routing(topk_ids, topk_weights, layer.global_num_experts),
+            _weights(layer),
+            activation=self._activation,
+            expert_map=layer.expert_map,
+        )
+
+
+def _weights(layer: RoutedExperts) -> ExpertWeights:
+    return ExpertWeights(
+        layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv
+    )
