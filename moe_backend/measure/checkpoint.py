@@ -21,7 +21,7 @@ from typing import Any
 from moe_backend.measure import model_presets
 
 NOTE = "moe_backend_checkpoint.json"
-NOTE_VERSION = 1
+NOTE_VERSION = 2  # raise it with every change of the values, or old folders are taken for new
 MAX_SHARD_BYTES = 2 * 1024**3
 WEIGHTS = ("fp8", "bf16", "none")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

@@ -5,6 +5,10 @@ Every matrix has the variance that keeps the residual stream level: rows of stan
 ``gain / sqrt(columns)``. Scale blocks differ by up to a factor of four, as in trained models, so
 that a wrong or shifted block scale is visible; router rows are wide enough for clear choices.
 A value depends on the seed and on the tensor's name only, never on the order of writing.
+
+Each token also has a favourite successor, whose logit is about as high as the best random one.
+That spreads the gap between the best and the second best token as in a trained model, where most
+greedy choices are clear; with purely random logits a rounding would decide every seventh token.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from moe_backend.measure.model_presets import is_deepseek, is_moe_layer, num_exp
 from moe_backend.types import FP8, cdiv
 
 FP8_MAX = 448.0
-Kind = Literal["matrix", "plain", "norm", "bias"]
+EMBEDDING = "model.embed_tokens.weight"
+DOWN_GAIN = 0.15  # of an MLP's last matrix, see _mlp
+SUCCESSOR_GAIN = 26.0  # times the share of the embedding in the last hidden state, about a half
+Kind = Literal["matrix", "plain", "norm", "bias", "head"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class TensorSpec:
 def plan(config: dict[str, Any]) -> list[TensorSpec]:
     """Every tensor of the model in the order of the layers."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    specs = [TensorSpec("model.embed_tokens.weight", (vocab, hidden), "plain", math.sqrt(hidden))]
+    specs = [TensorSpec(EMBEDDING, (vocab, hidden), "plain", math.sqrt(hidden))]
     layers = config["num_hidden_layers"]
     for layer in range(layers + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
@@ -58,7 +65,7 @@ def plan(config: dict[str, Any]) -> list[TensorSpec]:
         specs += (_moe if is_moe_layer(config, layer) else _dense)(f"{prefix}.mlp", config)
     specs.append(TensorSpec("model.norm.weight", (hidden,), "norm"))
     if not config["tie_word_embeddings"]:
-        specs.append(TensorSpec("lm_head.weight", (vocab, hidden), "plain", 3.0))
+        specs.append(TensorSpec("lm_head.weight", (vocab, hidden), "head", 3.0))
     return specs
 
 
@@ -108,14 +115,14 @@ def _attention(prefix: str, config: dict[str, Any]) -> list[TensorSpec]:
     ]
 
 
-def _mlp(prefix: str, hidden: int, intermediate: int) -> list[TensorSpec]:
-    # Gate rows of gain 2 make SwiGLU's output about as wide as a plain layer's; a small gain on
-    # the way down lets the residual stream dominate, as it does in trained models, so that a
-    # rounding in one layer is not amplified by the routers of the next ones.
+def _mlp(prefix: str, hidden: int, intermediate: int, down: float = DOWN_GAIN) -> list[TensorSpec]:
+    # Gate rows of gain 2 make SwiGLU's output about as wide as a plain layer's. On the way down a
+    # small gain lets the residual stream dominate, as it does in trained models; with a large one
+    # a rounding in one layer is amplified by the choices of the routers behind it.
     return [
         TensorSpec(f"{prefix}.gate_proj.weight", (intermediate, hidden), "matrix", 2.0),
         TensorSpec(f"{prefix}.up_proj.weight", (intermediate, hidden), "matrix"),
-        TensorSpec(f"{prefix}.down_proj.weight", (hidden, intermediate), "matrix", 0.4),
+        TensorSpec(f"{prefix}.down_proj.weight", (hidden, intermediate), "matrix", down),
     ]
 
 
@@ -126,6 +133,7 @@ def _dense(prefix: str, config: dict[str, Any]) -> list[TensorSpec]:
 def _moe(prefix: str, config: dict[str, Any]) -> list[TensorSpec]:
     hidden, intermediate = config["hidden_size"], config["moe_intermediate_size"]
     experts = num_experts(config)
+    down = DOWN_GAIN / config.get("routed_scaling_factor", 1.0)
     specs = [TensorSpec(f"{prefix}.gate.weight", (experts, hidden), "plain", 1.5)]
     if is_deepseek(config):
         if config["topk_method"] == "noaux_tc":
@@ -135,8 +143,21 @@ def _moe(prefix: str, config: dict[str, Any]) -> list[TensorSpec]:
             shared = intermediate * config["n_shared_experts"]
             specs += _mlp(f"{prefix}.shared_experts", hidden, shared)
     for expert in range(experts):
-        specs += _mlp(f"{prefix}.experts.{expert}", hidden, intermediate)
+        specs += _mlp(f"{prefix}.experts.{expert}", hidden, intermediate, down)
     return specs
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def _successors(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Rows of the head that answer to the embedding of the token before."""
+    vocab, hidden = shape
+    embedding = _generator(seed, EMBEDDING).standard_normal(shape, dtype=np.float32)
+    step = round(vocab * 0.618)  # far apart, and every token is somebody's successor
+    return torch.from_numpy(np.roll(embedding, step, axis=0)) * (SUCCESSOR_GAIN / hidden)
 
 
 def values(
@@ -146,13 +167,14 @@ def values(
 
     With ``quantized=False`` a matrix is the bf16 rounding of what the FP8 pair stands for.
     """
-    digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
-    random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    random = _generator(seed, spec.name)
     if spec.kind == "norm":
         yield spec.name, torch.from_numpy(random.uniform(0.8, 1.2, spec.shape)).to(torch.bfloat16)
         return
     std = spec.gain / (1.0 if spec.kind == "bias" else math.sqrt(spec.shape[-1]))
     raw = torch.from_numpy(random.standard_normal(spec.shape, dtype=np.float32)) * std
+    if spec.kind == "head":
+        raw += _successors(spec.shape, seed)
     if spec.kind != "matrix":
         yield spec.name, raw.to(torch.float32 if spec.kind == "bias" else torch.bfloat16)
         return
