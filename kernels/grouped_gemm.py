@@ -43,9 +43,12 @@ class Operands:
     a_scale: torch.Tensor  # [cdiv(K, 128), rows] fp32
     b: torch.Tensor  # [E, N, K] e4m3
     b_scale: torch.Tensor  # [E, blocks of N, cdiv(K, 128)] fp32
+    by_token: bool = False  # a holds one row per token, a_scale is [num_tokens, cdiv(K, 128)]
 
     def __post_init__(self) -> None:
         groups = triton.cdiv(self.b.shape[2], 128)
+        rows = self.a.shape[0]
+        scale_shape = (rows, groups) if self.by_token else (groups, rows)
         for name, t in (("a", self.a), ("b", self.b)):
             if t.dtype != torch.float8_e4m3fn or not t.is_contiguous():
                 raise ValueError(f"{name}: expected contiguous float8_e4m3fn, found {t.dtype} with strides {t.stride()}")
@@ -53,8 +56,8 @@ class Operands:
                 raise ValueError(f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at {t.data_ptr():#x}")
         if self.a.shape[1] != self.b.shape[2]:
             raise ValueError(f"a: expected {self.b.shape[2]} columns as b has, found {self.a.shape[1]}")
-        if tuple(self.a_scale.shape) != (groups, self.a.shape[0]):
-            raise ValueError(f"a_scale: expected {(groups, self.a.shape[0])}, found {tuple(self.a_scale.shape)}")
+        if tuple(self.a_scale.shape) != scale_shape:
+            raise ValueError(f"a_scale: expected {scale_shape}, found {tuple(self.a_scale.shape)}")
         if self.b_scale.shape[0] != self.b.shape[0] or self.b_scale.shape[2] != groups:
             raise ValueError(f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], found {tuple(self.b_scale.shape)}")
 

@@ -5,7 +5,8 @@
     scale = amax * fp32(1/448)
     q     = e4m3(clamp(x * (1 / scale), -448, 448))      1 / scale is an IEEE division
 
-Scales are written transposed, ``[groups, rows]``: a GEMM tile then reads 128 neighbouring values.
+Permuted rows have transposed scales, ``[groups, rows]``: a GEMM tile reads 128 neighbouring values.
+A GEMM that gathers rows itself wants them by token instead.
 Grid: (token, chunk of 8 groups). Reads every token once, whatever top-k is.
 """
 
@@ -30,7 +31,7 @@ def quantise(x, axis: tl.constexpr):
 @triton.jit
 def _quant_kernel(
     x_ptr, q_ptr, s_ptr, route_row_ptr, hidden, num_rows, top_k,
-    COPIES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    COPIES: tl.constexpr, BY_TOKEN: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -43,32 +44,38 @@ def _quant_kernel(
     inside = group * 128 < hidden
     if COPIES == 0:
         tl.store(q_ptr + token * hidden + col, q, mask=col < hidden)
-        tl.store(s_ptr + group.to(tl.int64) * num_rows + token, scale, mask=inside)
+        if BY_TOKEN:
+            tl.store(s_ptr + token * tl.cdiv(hidden, 128) + group, scale, mask=inside)
+        else:
+            tl.store(s_ptr + group.to(tl.int64) * num_rows + token, scale, mask=inside)
     for slot in tl.static_range(COPIES):
         row = tl.load(route_row_ptr + token * top_k + slot).to(tl.int64)
         tl.store(q_ptr + row * hidden + col, q, mask=(col < hidden) & (row >= 0))
         tl.store(s_ptr + group.to(tl.int64) * num_rows + row, scale, mask=inside & (row >= 0))
 
 
-def _launch(x: torch.Tensor, num_rows: int, route_row: torch.Tensor | None, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(
+    x: torch.Tensor, num_rows: int, route_row: torch.Tensor | None, by_token: bool, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.stride(-1) != 1 or not x.is_contiguous():
         raise ValueError(f"x: expected a contiguous [num_tokens, hidden] tensor, found {tuple(x.shape)} strides {x.stride()}")
     num_tokens, hidden = x.shape
     groups = triton.cdiv(hidden, GROUP)
     q = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
+    scale = torch.empty((num_rows, groups) if by_token else (groups, num_rows), dtype=torch.float32, device=x.device)
     copies = 0 if route_row is None else route_row.shape[1]
     if num_tokens and num_rows:
         _quant_kernel[(num_tokens, triton.cdiv(groups, _GROUPS_PER_PROGRAM))](
             x, q, scale, route_row, hidden, num_rows, copies,
-            COPIES=copies, GROUPS=_GROUPS_PER_PROGRAM, PDL=pdl, launch_pdl=pdl,
+            COPIES=copies, BY_TOKEN=by_token, GROUPS=_GROUPS_PER_PROGRAM, PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
     return q, scale
 
 
-def quant_fp8(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [num_tokens, hidden] -> e4m3 of the same shape, scales [groups, num_tokens]."""
-    return _launch(x, x.shape[0], None, pdl)
+def quant_fp8(x: torch.Tensor, *, by_token: bool = True, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [num_tokens, hidden] -> e4m3 of the same shape; scales [num_tokens, groups], or transposed
+    when not ``by_token``."""
+    return _launch(x, x.shape[0], None, by_token, pdl)
 
 
 def quant_permute(x: torch.Tensor, route_row: torch.Tensor, num_rows: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,4 +88,4 @@ def quant_permute(x: torch.Tensor, route_row: torch.Tensor, num_rows: int, *, pd
     Returns:
         q [num_rows, hidden] e4m3, scales [groups, num_rows] fp32.
     """
-    return _launch(x, num_rows, route_row, pdl)
+    return _launch(x, num_rows, route_row, False, pdl)

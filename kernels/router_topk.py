@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .launch_counter import sm_count, zeroed_line
-from .router_math import EXCLUDED, TAKEN, pointwise_score, sortable, unsortable
+from .router_math import EXCLUDED, TAKEN, keep_best_groups, pointwise_score, sortable
 
 _PROGRAMS_PER_SM = 16
 _CPU_PROGRAMS = 4  # in the interpreter: few, but enough to meet every branch
@@ -42,34 +42,6 @@ def _take_max(keys, ids):
     best = tl.max(keys, 1)
     at = tl.min(tl.where(keys == best[:, None], ids, 0x7FFFFFFF), 1)
     return best, at, tl.where(ids == at[:, None], TAKEN, keys)
-
-
-@triton.jit
-def keep_best_groups(
-    keys, num_groups,
-    TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """keys [ROWS, GROUPS * GROUP] with those of the groups not chosen EXCLUDED."""
-    ROWS: tl.constexpr = keys.shape[0]
-    grouped = tl.reshape(keys, [ROWS, GROUPS, GROUP])
-    member = tl.arange(0, GROUP)[None, None, :]
-    left = grouped
-    total = tl.zeros([ROWS, GROUPS], tl.float32)
-    for c in tl.static_range(CANDIDATES):
-        best = tl.max(left, 2)
-        total += unsortable(best)
-        if c + 1 < CANDIDATES:
-            at = tl.min(tl.where(left == best[:, :, None], member, GROUP), 2)
-            left = tl.where(member == at[:, :, None], TAKEN, left)
-    group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [ROWS, GROUPS])
-    # (total, lowest group first) as one integer: one reduction a step, no two alike
-    order = tl.where(group < num_groups, sortable(total), EXCLUDED).to(tl.int64) << 32
-    order = order | (GROUPS - group).to(tl.int64)
-    last = tl.max(order, 1)
-    for _ in tl.static_range(TOP_GROUPS - 1):
-        last = tl.max(tl.where(order < last[:, None], order, -0x8000000000000000), 1)
-    kept = order >= last[:, None]
-    return tl.reshape(tl.where(kept[:, :, None], grouped, EXCLUDED), [ROWS, GROUPS * GROUP])
 
 
 @triton.jit

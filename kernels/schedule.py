@@ -11,7 +11,7 @@ sized by the worst case ``max_tiles``.
                     tile_expert [tiles]  expert of the tile, or -1
                     tile_rows [tiles]    valid rows in the tile, 0 ... align
 
-Up to 4,096 routes: one launch, in which each program counts all routes and ranks a few of them.
+Up to 2,048 routes: one launch, in which each program counts all routes and ranks a few of them.
 Beyond: count (per block of routes), scan (over blocks), place. The order within an expert is that
 of the routes, so results do not depend on timing.
 """
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-SINGLE_LAUNCH_ROUTES = 4096
+SINGLE_LAUNCH_ROUTES = 2048
 _BLOCK = 256  # routes ranked by one program of the three-launch form
 
 
@@ -31,6 +31,7 @@ class Schedule(NamedTuple):
     row_route: torch.Tensor  # [max_tiles * align] int32
     tile_expert: torch.Tensor  # [max_tiles] int32
     tile_rows: torch.Tensor  # [max_tiles] int32
+    num_tiles: torch.Tensor  # [1] int32, live tiles
     align: int
 
     @property
@@ -46,12 +47,12 @@ def max_tiles(num_routes: int, num_experts: int, align: int) -> int:
 
 @triton.jit
 def _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E: tl.constexpr, MAPPED: tl.constexpr):
-    """Local expert of each route; E, one past the last, for an absent one."""
+    """Local expert of each route, or -1."""
     e = tl.load(ids_ptr + index, mask=index < num_routes, other=-1)
     e = tl.where((e >= 0) & (e < num_global), e, -1)
     if MAPPED:
         e = tl.load(map_ptr + e, mask=e >= 0, other=-1)
-    return tl.where((e >= 0) & (e < E), e, E)
+    return tl.where(e < E, e, -1)
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, tiles, num_ti
 
 
 @triton.jit
-def _put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_routes, align, E: tl.constexpr):
-    live = e < E
+def _put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_routes, align):
+    live = e >= 0
     row = tl.gather(tile_start, tl.where(live, e, 0), 0) * align + rank
     tl.store(route_row_ptr + index, tl.where(live, row, -1), mask=index < num_routes)
     tl.store(row_route_ptr + row, index, mask=live)
@@ -86,7 +87,7 @@ def _put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_rout
 
 @triton.jit
 def _schedule_kernel(
-    ids_ptr, map_ptr, route_row_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr,
+    ids_ptr, map_ptr, route_row_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
     E: tl.constexpr, E_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
     TILES: tl.constexpr, MAPPED: tl.constexpr,
@@ -94,17 +95,17 @@ def _schedule_kernel(
     """One launch: program p counts all routes, places routes and tiles of its share."""
     index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
-    counts = tl.zeros((E_PAD,), tl.int32)
+    everyone = _load_experts(ids_ptr, map_ptr, tl.arange(0, R_PAD), num_routes, num_global, E, MAPPED)
+    counts = tl.histogram(everyone, E_PAD, mask=everyone >= 0)
     rank = tl.zeros((RANKED,), tl.int32)
-    for start in range(0, R_PAD, CHUNK):
+    for start in range(0, tl.minimum(R_PAD, (tl.program_id(0) + 1) * RANKED), CHUNK):
         other_index = start + tl.arange(0, CHUNK)
         others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
-        counts += tl.histogram(others, E_PAD)
         rank += _earlier_equal(e, index, others, other_index)
-    counts = tl.where(tl.arange(0, E_PAD) < E, counts, 0)
     needed = (counts + align - 1) // align
     tile_end = tl.cumsum(needed, 0)
-    _put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align, E)
+    _put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align)
+    tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
         _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
 
@@ -124,7 +125,7 @@ def _count_kernel(
         others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
         rank += _earlier_equal(e, index, others, other_index)
     tl.store(rank_ptr + index, rank, mask=index < num_routes)
-    tl.store(block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), tl.histogram(e, E_PAD))
+    tl.store(block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), tl.histogram(e, E_PAD, mask=e >= 0))
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def _scan_kernel(block_count_ptr, counts_ptr, num_blocks, E_PAD: tl.constexpr, B
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, map_ptr, rank_ptr, block_base_ptr, counts_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr,
+    ids_ptr, map_ptr, rank_ptr, block_base_ptr, counts_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -152,12 +153,13 @@ def _place_kernel(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
     experts = tl.arange(0, E_PAD)
-    counts = tl.where(experts < E, tl.load(counts_ptr + experts), 0)
+    counts = tl.load(counts_ptr + experts)
     needed = (counts + align - 1) // align
     tile_end = tl.cumsum(needed, 0)
     rank = tl.load(rank_ptr + index, mask=index < num_routes, other=0)
-    rank += tl.load(block_base_ptr + tl.program_id(0) * E_PAD + e, mask=e < E, other=0)
-    _put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align, E)
+    rank += tl.load(block_base_ptr + tl.program_id(0) * E_PAD + e, mask=e >= 0, other=0)
+    _put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align)
+    tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
         _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
 
@@ -181,18 +183,19 @@ def schedule(
     num_tiles = max_tiles(num_routes, num_local_experts, align)
     route_row = torch.empty(topk_ids.shape, dtype=torch.int32, device=dev)
     row_route = torch.empty(num_tiles * align, dtype=torch.int32, device=dev)
-    tiles = torch.empty((2, num_tiles), dtype=torch.int32, device=dev)
-    out = Schedule(route_row, row_route, tiles[0], tiles[1], align)
+    tiles = torch.empty(2 * num_tiles + 1, dtype=torch.int32, device=dev)
+    tiles = tiles[:num_tiles], tiles[num_tiles:-1], tiles[-1:]
+    out = Schedule(route_row, row_route, *tiles, align)
     if num_routes == 0:
         return out
     num_global = num_local_experts if expert_map is None else expert_map.shape[0]
-    e_pad = triton.next_power_of_2(num_local_experts + 1)
+    e_pad = triton.next_power_of_2(max(num_local_experts, 2))
     sizes = {"E": num_local_experts, "E_PAD": e_pad, "MAPPED": expert_map is not None, "TILES": 16}
     if num_routes <= SINGLE_LAUNCH_ROUTES:
         r_pad = max(32, triton.next_power_of_2(num_routes))
-        _schedule_kernel[(triton.cdiv(num_routes, 32),)](
+        _schedule_kernel[(triton.cdiv(num_routes, 16),)](
             topk_ids, expert_map, route_row, row_route, *tiles, num_routes, num_global, num_tiles, align,
-            R_PAD=r_pad, CHUNK=min(r_pad, 256), RANKED=32, **sizes,
+            R_PAD=r_pad, CHUNK=min(r_pad, 512), RANKED=16, **sizes,
         )  # fmt: skip
         return out
     blocks = triton.cdiv(num_routes, _BLOCK)

@@ -59,26 +59,37 @@ def run_experts(
 ) -> torch.Tensor:
     """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
     from moe_backend.kernels import grouped_gemm as gg
-    from moe_backend.kernels.quant_fp8 import quant_permute
+    from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
     from moe_backend.kernels.schedule import schedule
     from moe_backend.kernels.unpermute_reduce import unpermute_reduce
+
+    if "gluon" in (config.up.kernel, config.down.kernel):
+        from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
 
     pdl = config.pdl and x.is_cuda
     x, topk_ids = x.contiguous(), topk_ids.contiguous()
     out = torch.empty_like(x)
     plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
-    a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
-    up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale)
-    h, h_scale = gg.grouped_gemm_swiglu(
-        up, plan, _tiles(config.up), alpha=activation.alpha, limit=activation.limit, pdl=pdl
-    )
+    if config.gather:
+        a, a_scale = quant_fp8(x, pdl=pdl)
+    else:
+        a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
+    up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale, config.gather)
+    clamp = {"alpha": activation.alpha, "limit": activation.limit}
+    if config.up.kernel == "gluon":
+        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, **clamp)
+    else:
+        h, h_scale = gg.grouped_gemm_swiglu(up, plan, _tiles(config.up), pdl=pdl, **clamp)
     down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
     hidden = weights.hidden
     step = config.slab or hidden
     buffer = torch.empty((plan.num_rows, step), dtype=torch.bfloat16, device=x.device)
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
-        gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
+        if config.down.kernel == "gluon":
+            gg_sm90.grouped_gemm(down, plan, first_column=first, out=rows)
+        else:
+            gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
         unpermute_reduce(
             rows, plan.route_row, topk_weights, out,
             first_column=first, shared=shared_output, pdl=pdl,

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-scheduled grouped GEMMs for many rows per expert (Gluon, SM90); same maths as grouped_gemm.
+
+Persistent, 384 threads: a producer warpgroup and two consumer warpgroups. A tile is 128 rows by
+2 x 128 columns (for the up projection: 128 gate columns and the 128 up columns that belong to them,
+so that a consumer holds whole quantisation groups). Consumer c owns rows 64c ... 64c+63 as two
+64x128 accumulators. Each takes a fresh partial sum from four k32 MMAs and promotes it into fp32,
+while the other consumer's MMAs run: the two take turns (named barriers 10 and 11).
+
+    B (and A, when it is in the schedule's order) arrives by TMA; with GATHER the producer fetches
+    A's rows through the routing index with cp.async, so that no permuted copy is ever written.
+    full[stage]:  the stage is loaded        empty[stage]: both consumers have read it
+
+Tiles with at most 64 valid rows leave the second consumer idle: it only keeps the turns. Tiles are
+walked in pairs of row tiles, all column blocks of a pair before the next, for reuse in L2.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from .grouped_gemm import Operands
+from .schedule import Schedule
+
+ALIGN = 128
+_MMA = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
+_FP8 = gl.NVMMASharedLayout(128, 8, 2)
+_BF16 = gl.NVMMASharedLayout(128, 16, 2)
+_FP32 = gl.NVMMASharedLayout(0, 32, 1)
+
+
+@aggregate
+class Ring:
+    """Stages in shared memory: A in halves of 64 rows, B in two blocks of 128 columns, row scales."""
+
+    a: gl.shared_memory_descriptor  # [2 * STAGES, 64, 128]
+    b: gl.shared_memory_descriptor  # [2 * STAGES, 128, 128]
+    scale: gl.shared_memory_descriptor  # [STAGES, 128]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, scale, full, empty, STAGES):
+        self.a = a
+        self.b = b
+        self.scale = scale
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def next(self, stage, phase):
+        stage += 1
+        wrapped = stage == self.STAGES
+        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@aggregate
+class Work:
+    """Which tiles there are and where B's rows and scales of a tile lie."""
+
+    tile_expert_ptr: gl.tensor
+    tile_rows_ptr: gl.tensor
+    b_scale_ptr: gl.tensor
+    num_tiles: gl.tensor
+    first_block: gl.tensor  # first column block (of 128), of a slab
+    N: gl.constexpr  # rows of B per expert
+    K: gl.constexpr
+    COLUMN_TILES: gl.constexpr
+    FUSED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block, N, K, COLUMN_TILES, FUSED
+    ):  # fmt: skip
+        self.tile_expert_ptr = tile_expert_ptr
+        self.tile_rows_ptr = tile_rows_ptr
+        self.b_scale_ptr = b_scale_ptr
+        self.num_tiles = num_tiles
+        self.first_block = first_block
+        self.N = gl.constexpr(N)
+        self.K = gl.constexpr(K)
+        self.COLUMN_TILES = gl.constexpr(COLUMN_TILES)
+        self.FUSED = gl.constexpr(FUSED)
+
+    @gluon.jit
+    def count(self):
+        return self.num_tiles * self.COLUMN_TILES
+
+    @gluon.jit
+    def place(self, t):
+        """Row tile and column tile of work item t; the last item stands for any beyond it."""
+        t = gl.maximum(gl.minimum(t, self.count() - 1), 0)
+        first = (t // (2 * self.COLUMN_TILES)) * 2
+        height = gl.minimum(self.num_tiles - first, 2)
+        height = gl.maximum(height, 1)
+        r = t % (2 * self.COLUMN_TILES)
+        return first + r % height, r // height
+
+    @gluon.jit
+    def expert(self, row_tile):
+        return gl.maximum(gl.load(self.tile_expert_ptr + row_tile), 0)
+
+    @gluon.jit
+    def blocks(self, column_tile):
+        """The two column blocks (of 128) of a tile."""
+        if self.FUSED:
+            return column_tile, column_tile + self.N // 256
+        else:
+            first = self.first_block + column_tile * 2
+            return first, gl.minimum(first + 1, self.N // 128 - 1)
+
+    @gluon.jit
+    def scale_at(self, expert, block):
+        return self.b_scale_ptr + (expert * (self.N // 128) + block) * (self.K // 128)
+
+
+@gluon.jit
+def _asm(text: gl.constexpr):
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _take_turn(CONSUMER: gl.constexpr):
+    if CONSUMER == 0:
+        _asm("bar.sync 10, 256; mov.u32 $0, 0;")
+    else:
+        _asm("bar.sync 11, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _pass_turn(CONSUMER: gl.constexpr):
+    if CONSUMER == 0:
+        _asm("bar.arrive 11, 256; mov.u32 $0, 0;")
+    else:
+        _asm("bar.arrive 10, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _pin(never, ptr, acc):
+    # A branch that reads acc keeps ptxas from sinking its promotion below the next MMA, which spills.
+    if never:
+        rows = gl.arange(0, 64, gl.SliceLayout(1, _MMA))
+        cols = gl.arange(0, 128, gl.SliceLayout(0, _MMA))
+        gl.store(ptr + rows[:, None] * 128 + cols[None, :], acc)
+
+
+@gluon.jit
+def _load_b(b_desc, ring, work, stage, k, row0, row1):
+    full = ring.full.index(stage)
+    tma.async_copy_global_to_shared(b_desc, [row0, k * 128], full, ring.b.index(stage * 2))
+    tma.async_copy_global_to_shared(b_desc, [row1, k * 128], full, ring.b.index(stage * 2 + 1))
+
+
+@gluon.jit
+def _produce(a_desc, b_desc, s_desc, ring, work, num_rows):
+    """A in the schedule's order: everything by TMA (one warp)."""
+    stage = 0
+    phase = 1
+    for t in range(gl.program_id(0), work.count(), gl.num_programs(0)):
+        row_tile, column_tile = work.place(t)
+        expert = work.expert(row_tile)
+        block0, block1 = work.blocks(column_tile)
+        row = row_tile * 128
+        for k in range(work.K // 128):
+            mbarrier.wait(ring.empty.index(stage), phase)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, 3 * 128 * 128 + 512)
+            tma.async_copy_global_to_shared(a_desc, [row, k * 128], full, ring.a.index(stage * 2))
+            tma.async_copy_global_to_shared(a_desc, [row + 64, k * 128], full, ring.a.index(stage * 2 + 1))
+            _load_b(b_desc, ring, work, stage, k, expert * work.N + block0 * 128, expert * work.N + block1 * 128)
+            tma.async_copy_global_to_shared(s_desc, [k * num_rows + row], full, ring.scale.index(stage))
+            stage, phase = ring.next(stage, phase)
+
+
+@gluon.jit
+def _produce_gathered(a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work):
+    """A's rows through the routing index: cp.async by four warps, B by TMA."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    GROUPS: gl.constexpr = work.K // 128
+    stage = 0
+    phase = 1
+    r = gl.arange(0, 64, gl.SliceLayout(1, TILE))
+    column = gl.arange(0, 128, gl.SliceLayout(0, TILE))
+    line = gl.arange(0, 128, LINE)
+    for t in range(gl.program_id(0), work.count(), gl.num_programs(0)):
+        row_tile, column_tile = work.place(t)
+        expert = work.expert(row_tile)
+        valid = gl.load(work.tile_rows_ptr + row_tile)
+        block0, block1 = work.blocks(column_tile)
+        route = row_route_ptr + row_tile * 128
+        token0 = gl.load(route + r, mask=r < valid, other=0) // top_k
+        token1 = gl.load(route + 64 + r, mask=r + 64 < valid, other=0) // top_k
+        tokens = gl.load(route + line, mask=line < valid, other=0) // top_k
+        a0 = a_ptr + token0.to(gl.int64)[:, None] * work.K + column[None, :]
+        a1 = a_ptr + token1.to(gl.int64)[:, None] * work.K + column[None, :]
+        s = s_ptr + tokens.to(gl.int64) * GROUPS
+        for k in range(GROUPS):
+            mbarrier.wait(ring.empty.index(stage), phase)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, 2 * 128 * 128)
+            _load_b(b_desc, ring, work, stage, k, expert * work.N + block0 * 128, expert * work.N + block1 * 128)
+            async_copy.async_copy_global_to_shared(ring.a.index(stage * 2), a0 + k * 128)
+            if valid > 64:
+                async_copy.async_copy_global_to_shared(ring.a.index(stage * 2 + 1), a1 + k * 128)
+            async_copy.async_copy_global_to_shared(ring.scale.index(stage), s + k)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            stage, phase = ring.next(stage, phase)
+
+
+@gluon.jit
+def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.constexpr, GATHER: gl.constexpr):
+    """One 128 of K into both accumulators."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, _MMA)
+    zero = gl.zeros([64, 128], gl.float32, _MMA)
+    mbarrier.wait(ring.full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()
+    a = ring.a.index(stage * 2 + CONSUMER)
+    _take_turn(CONSUMER)
+    p = warpgroup_mma(a, ring.b.index(stage * 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    _pass_turn(CONSUMER)
+    scale = ring.scale.index(stage).slice(CONSUMER * 64, 64).load(ROWS)
+    p = warpgroup_mma_wait(0, deps=[p])
+    acc0 += p * (scale * w0)[:, None]
+    _pin(never, dump, acc0)
+    _take_turn(CONSUMER)
+    q = warpgroup_mma(a, ring.b.index(stage * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    _pass_turn(CONSUMER)
+    q = warpgroup_mma_wait(0, deps=[q])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    acc1 += q * (scale * w1)[:, None]
+    return acc0, acc1
+
+
+@gluon.jit
+def _rest(ring, stage, phase, CONSUMER: gl.constexpr):
+    """Keep the turns of one 128 of K without computing."""
+    mbarrier.wait(ring.full.index(stage), phase)
+    for _ in gl.static_range(2):
+        _take_turn(CONSUMER)
+        _pass_turn(CONSUMER)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+
+
+@gluon.jit
+def _put(c_desc, buffer, tile, row, column, PENDING: gl.constexpr):
+    tma.store_wait(PENDING)
+    gl.thread_barrier()
+    buffer.store(tile)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(c_desc, [row, column], buffer)
+
+
+@gluon.jit
+def _quantise(gate, up, alpha, limit, LIMITED: gl.constexpr):
+    if LIMITED:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+    h = gate / (1.0 + gl.exp(-alpha * gate)) * up
+    scale = gl.maximum(gl.max(gl.abs(h), axis=1), 1e-10) * (1.0 / 448.0)
+    inverse = gl.div_rn(gl.full_like(scale, 1.0), scale)
+    q = gl.minimum(gl.maximum(h * inverse[:, None], -448.0), 448.0)
+    return q.to(gl.float8e4nv), scale
+
+
+@gluon.jit
+def _consume(
+    c_desc, c_scale_ptr, out, ring, work, num_rows, alpha, limit,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = work.K // 128
+    never = num_rows < 0
+    stage = 0
+    phase = 0
+    if CONSUMER == 1:
+        _pass_turn(1)
+    row_tile, column_tile = work.place(gl.program_id(0))
+    expert = work.expert(row_tile)
+    block0, block1 = work.blocks(column_tile)
+    w0_ptr = work.scale_at(expert, block0)
+    w1_ptr = work.scale_at(expert, block1)
+    w0 = gl.load(w0_ptr)
+    w1 = gl.load(w1_ptr)
+    for t in range(gl.program_id(0), work.count(), gl.num_programs(0)):
+        row_tile, column_tile = work.place(t)
+        valid = gl.load(work.tile_rows_ptr + row_tile)
+        live = valid > CONSUMER * 64
+        next_row_tile, next_column_tile = work.place(t + gl.num_programs(0))
+        next_expert = work.expert(next_row_tile)
+        acc0 = gl.zeros([64, 128], gl.float32, _MMA)
+        acc1 = gl.zeros([64, 128], gl.float32, _MMA)
+        if live:
+            for k in range(GROUPS):
+                ahead = gl.minimum(k + 1, GROUPS - 1)
+                next_w0 = gl.load(w0_ptr + ahead)
+                next_w1 = gl.load(w1_ptr + ahead)
+                acc0, acc1 = _multiply(
+                    ring, stage, phase, acc0, acc1, w0, w1, never, work.b_scale_ptr, CONSUMER, GATHER
+                )
+                w0 = next_w0
+                w1 = next_w1
+                stage, phase = ring.next(stage, phase)
+        else:
+            for _ in range(GROUPS):
+                _rest(ring, stage, phase, CONSUMER)
+                stage, phase = ring.next(stage, phase)
+        # The next tile's first scales arrive during this tile's epilogue.
+        block0, block1 = work.blocks(next_column_tile)
+        w0_ptr = work.scale_at(next_expert, block0)
+        w1_ptr = work.scale_at(next_expert, block1)
+        w0 = gl.load(w0_ptr)
+        w1 = gl.load(w1_ptr)
+        if live:
+            row = row_tile * 128 + CONSUMER * 64
+            if work.FUSED:
+                q, scale = _quantise(acc0, acc1, alpha, limit, LIMITED)
+                rows = row + gl.arange(0, 64, gl.SliceLayout(1, _MMA))
+                gl.store(c_scale_ptr + column_tile * num_rows + rows, scale)
+                _put(c_desc, out.index(0), q, row, column_tile * 128, 0)
+            else:
+                _put(c_desc, out.index(0), acc0.to(gl.bfloat16), row, column_tile * 256, 1)
+                _put(c_desc, out.index(1), acc1.to(gl.bfloat16), row, column_tile * 256 + 128, 1)
+    if CONSUMER == 0:
+        _take_turn(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _sm90_kernel(
+    a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, c_scale_ptr, b_scale_ptr,
+    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr,
+    num_rows, top_k, first_block, alpha, limit,
+    N: gl.constexpr, K: gl.constexpr, COLUMN_TILES: gl.constexpr, STAGES: gl.constexpr,
+    FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr,
+):  # fmt: skip
+    OUT: gl.constexpr = 1 if FUSED else 2
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0]) if GATHER else gl.NVMMASharedLayout(0, 32, 1)
+    ring = Ring(
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 64, 128], gl.NVMMASharedLayout(128, 8, 2)),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 128, 128], b_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        STAGES,
+    )
+    out0 = gl.allocate_shared_memory(c_desc.dtype, [OUT, 64, 128], c_desc.layout)
+    out1 = gl.allocate_shared_memory(c_desc.dtype, [OUT, 64, 128], c_desc.layout)
+    for i in gl.static_range(STAGES):
+        # with GATHER each of the producer's 128 threads arrives when its copies are complete
+        mbarrier.init(ring.full.index(i), count=129 if GATHER else 1)
+        mbarrier.init(ring.empty.index(i), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    num_tiles = gl.load(num_tiles_ptr)
+    work = Work(
+        tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block, N, K, COLUMN_TILES, FUSED
+    )  # fmt: skip
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED)),
+                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED)),
+                (_produce_gathered, (a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED)),
+                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED)),
+                (_produce, (a_desc, b_desc, s_desc, ring, work, num_rows)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _launch(x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor | None, **extra) -> None:
+    _, n, k = x.b.shape
+    fused = c_scale is not None
+    if plan.align != ALIGN or k % 128 or n % (256 if fused else 128):
+        raise ValueError(
+            f"grouped_gemm_sm90: expected tiles of {ALIGN} rows and whole blocks of 128, found {plan.align} rows, N {n}, K {k}"
+        )
+    b = TensorDescriptor.from_tensor(x.b.view(-1, k), [128, 128], _FP8)
+    out = TensorDescriptor.from_tensor(c, [64, 128], _FP8 if fused else _BF16)
+    a_desc = s_desc = None
+    if not x.by_token:
+        a_desc = TensorDescriptor.from_tensor(x.a, [64, 128], _FP8)
+        s_desc = TensorDescriptor.from_tensor(x.a_scale.view(-1), [128], _FP32)
+    width = n // 2 if fused else c.shape[1]
+    _sm90_kernel[(_num_sms(x.a.device),)](
+        a_desc, x.a, b, s_desc, x.a_scale, out, c_scale, x.b_scale,
+        plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
+        plan.num_rows, plan.route_row.shape[1], extra.pop("first_block", 0), extra.pop("alpha", 1.0), extra.get("limit") or 0.0,
+        N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256), STAGES=4 if fused else 3,
+        FUSED=fused, GATHER=x.by_token, LIMITED=extra.get("limit") is not None,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def grouped_gemm_swiglu(
+    x: Operands, plan: Schedule, *, alpha: float = 1.0, limit: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As grouped_gemm.grouped_gemm_swiglu; with ``x.by_token`` A's rows are gathered."""
+    rows, inter = plan.num_rows, x.b.shape[1] // 2
+    q = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.a.device)
+    qs = torch.empty((inter // 128, rows), dtype=torch.float32, device=x.a.device)
+    _launch(x, plan, q, qs, alpha=alpha, limit=limit)
+    return q, qs
+
+
+def grouped_gemm(
+    x: Operands, plan: Schedule, *, first_column: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As grouped_gemm.grouped_gemm."""
+    if out is None:
+        out = torch.empty((plan.num_rows, x.b.shape[1]), dtype=torch.bfloat16, device=x.a.device)
+    _launch(x, plan, out, None, first_block=first_column // 128)
+    return out
