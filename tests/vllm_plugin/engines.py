@@ -64,9 +64,7 @@ def _unpack(wheel: Path, version: str, target: Path) -> Path:
         archive.extractall(target, [n for n in archive.namelist() if n.endswith(".py")])
     info = target / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     shutil.rmtree(target / f"vllm-{version}.data", ignore_errors=True)
     return target
 
