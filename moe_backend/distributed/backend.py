@@ -28,12 +28,16 @@ class Backend(ABC):
 
     name: str
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, counts: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
-        self.words = HEADER + max(counts, self.world_size + 1)
+        self.words = HEADER + self.world_size + 1
         self.step = 0
         self._broken: EPError | None = None
+
+    def reserve(self, counts: int) -> None:
+        """Makes room for ``counts`` integers per rank; all ranks reserve the same."""
+        self.words = max(self.words, HEADER + counts)
 
     @abstractmethod
     def gather(self, words: Sequence[int], phase: str) -> list[list[int]]:
@@ -56,7 +60,7 @@ class Backend(ABC):
 
         through_host(self, send, send_counts, recv, recv_counts)
 
-    def destroy(self) -> None:
+    def destroy(self) -> None:  # noqa: B027  (most transports hold nothing of their own)
         """Gives resources back. Local: waits for nobody."""
 
     def check(self) -> None:
@@ -76,8 +80,9 @@ class Backend(ABC):
 
     def lost(self, waited_for: Sequence[int], phase: str, began: float, detail: str) -> EPError:
         """The error for a wait that failed, naming the ranks that are really gone."""
-        missing = rollcall.missing_ranks(self.group, rollcall.grace(self.timeout_s))
-        ranks = waited_for if not missing else missing
+        left = max(began + self.timeout_s - time.monotonic(), rollcall.grace(self.timeout_s) / 2)
+        missing = rollcall.missing_ranks(self.group, waited_for, left)
+        ranks = missing or waited_for
         detail = detail.strip().splitlines()[0][:160] if detail.strip() else ""
         return self.fail(EPTimeout(ranks, phase, time.monotonic() - began, detail))
 
@@ -87,7 +92,6 @@ def open_backend(
     group: dist.ProcessGroup | None = None,
     *,
     timeout_s: float | None = None,
-    counts: int = 0,
     capacity_bytes: int = 0,
 ) -> Backend:
     """Opens a transport. Collective: every rank of ``group`` calls it with the same arguments.
@@ -97,7 +101,6 @@ def open_backend(
             tensors of one host with peer access, no host synchronisation).
         group: defaults to the world.
         timeout_s: bound on every wait; MOE_BACKEND_EP_TIMEOUT_S by default.
-        counts: longest list of integers that the ranks compare; at least the world size.
         capacity_bytes: for symm, bytes of staging per source rank.
 
     Raises:
@@ -110,15 +113,15 @@ def open_backend(
     if name == "gloo":
         from moe_backend.distributed.gloo import GlooBackend
 
-        return GlooBackend(group, timeout_s, counts)
+        return GlooBackend(group, timeout_s)
     if name == "nccl":
         from moe_backend.distributed.nccl import NcclBackend
 
-        return NcclBackend(group, timeout_s, counts)
+        return NcclBackend(group, timeout_s)
     if name == "symm":
         from moe_backend.distributed.symm import SymmBackend
 
-        return SymmBackend(group, timeout_s, counts, capacity_bytes=capacity_bytes)
+        return SymmBackend(group, timeout_s, capacity_bytes=capacity_bytes)
     raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {name!r}")
 
 
@@ -126,7 +129,7 @@ _opened: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def shared_backend(name: str, group: dist.ProcessGroup | None) -> Backend:
-    """The transport of that name that :func:`alltoallv` opened for ``group`` before, else a new one."""
+    """The transport of that name which :func:`alltoallv` keeps for ``group``."""
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group: call torch.distributed.init_process_group first")

@@ -21,7 +21,7 @@ _abandoned: list = []  # buffers of failed transfers: gloo may still write into 
 class GlooBackend(Backend):
     name = "gloo"
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, counts: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         try:
             group._get_backend(torch.device("cpu"))
         except RuntimeError:
@@ -29,7 +29,7 @@ class GlooBackend(Backend):
                 "backend gloo: the group has no CPU transport. Create it with backend='gloo' or "
                 "'cpu:gloo,cuda:nccl'"
             ) from None
-        super().__init__(group, timeout_s, counts)
+        super().__init__(group, timeout_s)
 
     def gather(self, words: Sequence[int], phase: str) -> list[list[int]]:
         out = torch.zeros((self.world_size, self.words), dtype=torch.int64)
@@ -55,15 +55,16 @@ class GlooBackend(Backend):
         self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], phase: str
     ) -> None:
         self.check()
-        began, pending, peer = time.monotonic(), [], -1
+        began, pending, waiting_for = time.monotonic(), [], -1
         try:
             for peer, buffer in incoming.items():
                 pending.append((peer, dist.irecv(buffer, group=self.group, group_src=peer)))
             for peer, buffer in outgoing.items():
                 pending.append((peer, dist.isend(buffer, group=self.group, group_dst=peer)))
-            for peer, work in pending:
+            for waiting_for, work in pending:  # noqa: B007  (read by the handler)
                 left = self.patience - (time.monotonic() - began)
+                assert work is not None  # None only for ranks outside the group
                 work.wait(timedelta(seconds=max(left, 0.001)))
         except RuntimeError as error:
             _abandoned.append((pending, outgoing, incoming))
-            raise self.lost([peer], phase, began, str(error)) from None
+            raise self.lost([waiting_for], phase, began, str(error)) from None

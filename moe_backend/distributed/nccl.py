@@ -18,7 +18,7 @@ from moe_backend.distributed.backend import Backend
 class NcclBackend(Backend):
     name = "nccl"
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, counts: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         backends = {}
         if torch.cuda.is_available():
             backends = dict(b.split(":") for b in _backend_config(group).split(",") if ":" in b)
@@ -27,7 +27,7 @@ class NcclBackend(Backend):
                 "backend nccl: the group has no NCCL transport for CUDA tensors. Create it with "
                 "backend='nccl' on a machine with CUDA, or use gloo on a CPU"
             )
-        super().__init__(group, timeout_s, counts)
+        super().__init__(group, timeout_s)
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, words: Sequence[int], phase: str) -> list[list[int]]:

@@ -3,13 +3,15 @@
 
 A transport's error seldom names the dead rank: one broken connection fails every wait of a process.
 So each rank that fails signs in at the group's store and looks who else does; those who do not are
-dead or stuck. The store itself may hang with the process that hosts it, hence the thread.
+dead or stuck. A living rank signs in when its own wait fails, which may be as late as the bound.
+The store itself may hang with the process that hosts it, hence the thread.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,8 +22,14 @@ def grace(timeout_s: float) -> float:
     return min(2.0, timeout_s / 4)
 
 
-def missing_ranks(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
-    """Ranks of ``group`` that do not sign in within ``seconds``; None where the store is silent."""
+def missing_ranks(
+    group: dist.ProcessGroup, suspects: Iterable[int], seconds: float
+) -> list[int] | None:
+    """Ranks of ``group`` that do not sign in within ``seconds``; None where the store is silent.
+
+    Ends early once all but ``suspects`` are there.
+    """
+    awaited = set(range(group.size())) - set(suspects)
     present: set[int] = set()
     answered = threading.Event()
 
@@ -30,12 +38,14 @@ def missing_ranks(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
             f"moe_backend/down/{group.group_name}", distributed_c10d._get_default_store()
         )
         store.set(str(group.rank()), "here")
-        end = time.monotonic() + seconds * 0.8
-        while len(present) < group.size() and time.monotonic() < end:
+        end = time.monotonic() + seconds * 0.9
+        while True:
             for rank in set(range(group.size())) - present:
                 if store.check([str(rank)]):
                     present.add(rank)
             answered.set()
+            if awaited <= present or time.monotonic() > end:
+                return
             time.sleep(0.02)
 
     def guarded() -> None:

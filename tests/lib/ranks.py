@@ -26,6 +26,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "ranks", "moe_bac
 def _enter(function, rank, world_size, folder, args, channel) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world_size),

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine over gloo with four processes; every payload says where it comes from."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from factories import expert_weights, relative_error, routing
+from ranks import run_ranks
+
+from moe_backend import ExpertWeights, Routing, fused_experts
+from moe_backend.distributed import EPConfig, ExpertParallel, combine, dispatch, ep_experts
+from moe_backend.reference import dequant_fp8
+
+WORLD, EXPERTS, HIDDEN, TOP_K, ALIGN = 4, 8, 256, 3, 16
+
+
+def config(**changes):
+    sizes = dict(
+        num_experts=EXPERTS, hidden=HIDDEN, top_k=TOP_K, max_tokens=64, align=ALIGN, wire="fp8"
+    )
+    return EPConfig(**{**sizes, **changes})
+
+
+def coded_tokens(rank, num_tokens, step, dtype=torch.bfloat16):
+    """Rows whose first columns are digits of (rank, token, step), exact in e4m3.
+
+    448 in every group of 128 makes the group's scale one."""
+    x = torch.zeros(num_tokens, HIDDEN)
+    x[:, ::128] = 448
+    t = torch.arange(num_tokens)
+    x[:, 1], x[:, 2], x[:, 3], x[:, 4] = rank + 1, t // 8 + 1, t % 8 + 1, step % 8 + 1
+    return x.to(dtype)
+
+
+def random_routing(rank, step, num_tokens, kind) -> Routing:
+    """The same on every process for the same arguments, so that all can predict all rows."""
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.rand(num_tokens, EXPERTS, generator=g).argsort(1)[:, :TOP_K]
+    if kind == "one rank":
+        ids = ids % 2 + 2 * (step % WORLD)
+        ids[:, 2:] = -1
+        ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
+    if kind == "skew":
+        ids[torch.rand(num_tokens, generator=g) < 0.7] = torch.tensor([5, 0, 4])
+    if kind == "absent":
+        ids[torch.rand(ids.shape, generator=g) < 0.5] = -1
+        ids[torch.rand(ids.shape, generator=g) < 0.1] = EXPERTS + 3  # stale ids of padding
+    weights = 2.0 ** torch.randint(0, 3, ids.shape, generator=g)
+    return Routing(ids.int(), weights, EXPERTS)
+
+
+def sizes(step):
+    r = random.Random(step)
+    return [r.choice([0, 0, 1, 3, 17, 40, 64]) for _ in range(WORLD)]
+
+
+KINDS = ("uniform", "one rank", "skew", "absent")
+
+
+def expected_rows(rank, step, place):
+    """(expert, source, token) of every valid row of this rank in the layout's order."""
+    out = []
+    for row in range(EXPERTS // WORLD):
+        expert = place.index(rank * (EXPERTS // WORLD) + row)
+        for source, num_tokens in enumerate(sizes(step)):
+            ids = random_routing(source, step, num_tokens, KINDS[step % 4]).topk_ids
+            for token, slot in (ids == expert).nonzero().tolist():
+                out.append((row, source, token, slot))
+    return out
+
+
+def check_rows(rows, rank, step, place):
+    align, valid = rows.align, []
+    for tile, (expert, count) in enumerate(
+        zip(rows.tile_expert.tolist(), rows.tile_rows.tolist(), strict=True)
+    ):
+        valid += [(expert, tile * align + i) for i in range(count)]
+    want = expected_rows(rank, step, place)
+    assert [e for e, _ in valid] == [w[0] for w in want]
+    at = torch.tensor([r for _, r in valid], dtype=torch.long)
+    data = rows.data if rows.scale is None else dequant_fp8(rows.data, rows.scale.T)
+    found = data.float()[at]
+    coded = [coded_tokens(source, 64, step)[token].float() for _, source, token, _ in want]
+    if coded:
+        assert torch.equal(found, torch.stack(coded))
+
+
+def one_iteration(ep, rank, step, place):
+    num_tokens, kind = sizes(step)[rank], KINDS[step % 4]
+    r = random_routing(rank, step, num_tokens, kind)
+    x = coded_tokens(rank, num_tokens, step)
+    rows, handle = dispatch(x, r, ep)
+    check_rows(rows, rank, step, place)
+    # an expert multiplies by its own number: the sum tells which experts a token has seen
+    experts = torch.tensor([place.index(rank * 2 + i) for i in range(2)]).float() + 1
+    factor = experts[rows.tile_expert.long()].repeat_interleave(ALIGN)[:, None]
+    tokens = torch.full((rows.num_rows, HIDDEN), 1.0)
+    y = combine((tokens * factor).bfloat16(), handle)
+    valid = (r.topk_ids >= 0) & (r.topk_ids < EXPERTS)
+    want = ((r.topk_ids + 1) * r.topk_weights).masked_fill(~valid, 0.0).sum(1)
+    assert y.shape == (num_tokens, HIDDEN)
+    assert torch.equal(y.float(), want[:, None].expand(-1, HIDDEN))  # at most 96: exact in bf16
+
+
+def _many_iterations(rank, world, steps):
+    ep = ExpertParallel(config(), backend="gloo")
+    delays = random.Random(rank)
+    for step in range(steps):
+        if delays.random() < 0.1:
+            time.sleep(delays.random() * 0.02)
+        one_iteration(ep, rank, step, list(range(EXPERTS)))
+
+
+def test_every_row_arrives_over_many_iterations():
+    """Skew, empty ranks, everything to one rank, absent and stale ids, random delays."""
+    run_ranks(_many_iterations, WORLD, 600, timeout=240)
+
+
+def _experts_move(rank, world):
+    """Ranks that hold experts out of order, then swap some: rank 0 alone would hide a mistake."""
+    ep = ExpertParallel(config(), backend="gloo")
+    for step in range(8):
+        place = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(step)).tolist()
+        expert_map = torch.tensor([p % 2 if p // 2 == rank else -1 for p in place])
+        ep.update_expert_map(expert_map)
+        one_iteration(ep, rank, step, place)
+
+
+def test_experts_that_moved_are_found():
+    run_ranks(_experts_move, WORLD)
+
+
+def _two_in_flight_and_overlapping_groups(rank, world):
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([1, 2, 3])]
+    shared = [(g, m) for g, m in zip(groups, ([0, 1, 2], [1, 2, 3]), strict=True) if rank in m]
+    eps = [ExpertParallel(config(num_experts=9), g, backend="gloo") for g, _ in shared]
+    eps += [ExpertParallel(config(num_experts=9), g, backend="gloo") for g, _ in shared]
+    for step in range(5):
+        flights = []
+        for ep in eps:
+            ids = (torch.arange(6)[:, None] * 4 + torch.arange(TOP_K) + step) % 9
+            flights.append(dispatch(coded_tokens(rank, 6, step), Routing(ids, ids + 1.0, 9), ep))
+        for rows, handle in flights:
+            y = combine(torch.ones(rows.num_rows, HIDDEN).bfloat16(), handle)
+            assert torch.equal(y[:, 0].float(), (ids + 1.0).sum(1))
+
+
+def test_two_in_flight_and_overlapping_groups():
+    run_ranks(_two_in_flight_and_overlapping_groups, WORLD)
+
+
+def local_share(w: ExpertWeights, experts) -> ExpertWeights:
+    return ExpertWeights(*(t[experts].contiguous() for t in (w.w13, w.w13_scale, w.w2, w.w2_scale)))
+
+
+def _layer(rank, world):
+    w = expert_weights(EXPERTS, HIDDEN, 128)
+    x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    errors = []
+    for shuffled in (False, True):
+        order = torch.randperm(EXPERTS) if shuffled else torch.arange(EXPERTS)
+        order = order.tolist()  # seeded alike on all ranks
+        mine = order[rank * 2 : rank * 2 + 2]
+        expert_map = torch.tensor([mine.index(e) if e in mine else -1 for e in range(EXPERTS)])
+        ep = ExpertParallel(config(), backend="gloo", expert_map=expert_map)
+        r = routing(40, EXPERTS, TOP_K, seed=rank)
+        out = ep_experts(x, r, local_share(w, mine), ep)
+        errors.append(relative_error(out, fused_experts(x, r, w)))
+    return errors
+
+
+def test_the_layer_equals_one_process_to_rounding():
+    """Both round rows to bf16; over ranks the partial sums are rounded once more, and the sums'
+    difference is itself rounded: √2 · 1.7e-3 of bf16 and no flipped FP8 codes."""
+    for errors in run_ranks(_layer, WORLD):
+        assert max(errors) < 3e-3
+
+
+def _gradients(rank, world):
+    ep = ExpertParallel(config(dtype=torch.float32, wire="native"), backend="gloo")
+    g = torch.Generator().manual_seed(rank)
+    x = torch.randn(10, HIDDEN, generator=g).requires_grad_()
+    ids = torch.rand(10, EXPERTS, generator=g).argsort(1)[:, :TOP_K].int()
+    ids[3] = -1
+    weights = torch.rand(10, TOP_K, generator=g).requires_grad_()
+    upstream = torch.randn(10, HIDDEN, generator=g)
+    factors = torch.linspace(-1, 1, EXPERTS)  # expert e computes tanh(factor_e · x)
+    rows, handle = dispatch(x, Routing(ids, weights, EXPERTS), ep)
+    factor = factors[rank * 2 + rows.tile_expert.long()].repeat_interleave(ALIGN)[:, None]
+    y = combine(torch.tanh(rows.data * factor), handle)
+    y.backward(upstream)
+    found = y.detach(), x.grad, weights.grad
+    x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
+    routes = torch.tanh(x[:, None] * factors[ids.clamp_min(0).long()][..., None])
+    alone = (routes * (weights * (ids >= 0))[..., None]).sum(1)
+    alone.backward(upstream)
+    for ours, theirs in zip(found, (alone.detach(), x.grad, weights.grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_equal_those_of_one_process():
+    run_ranks(_gradients, WORLD)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_smaller_worlds(world):
+    run_ranks(_smaller, world)
+
+
+def _smaller(rank, world):
+    ep = ExpertParallel(config(), backend="gloo")
+    ids = torch.tensor([[0, 5, 7], [6, 1, 3]], dtype=torch.int32)
+    rows, handle = dispatch(coded_tokens(rank, 2, 0), Routing(ids, ids + 1.0, EXPERTS), ep)
+    y = combine(torch.ones(rows.num_rows, HIDDEN).bfloat16(), handle)
+    assert torch.equal(y[:, 0].float(), (ids + 1.0).sum(1))
