@@ -28,12 +28,14 @@ import triton.language as tl
 from .router_math import (
     EXCLUDED,
     keep_best_groups,
+    map_row,
     pack_bits,
     pointwise_score,
     pointwise_slope,
     select_top,
     sortable,
     unsortable,
+    warps_of_row,
 )
 
 
@@ -57,27 +59,12 @@ class DenseRouting(NamedTuple):
 
 
 @triton.jit
-def _columns(
-    num_experts, num_groups: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
-):
+def _columns(num_experts, num_groups: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     """Expert of each column and whether there is one; groups stand apart at powers of two."""
     col = tl.arange(0, GROUPS * GROUP)
     per_group = num_experts // num_groups
     expert = (col // GROUP) * per_group + col % GROUP
     return expert, (col % GROUP < per_group) & (col // GROUP < num_groups)
-
-
-@triton.jit
-def _map_row(map_ptr, row, E: tl.constexpr):
-    """A row of the byte map, promised to be aligned to 4 bytes and no more.
-
-    With 16 the compiler would spread all tensors of a row 16 values a lane, logits included,
-    whose loads would then not be coalesced. The kernels do not specialise on its alignment.
-    """
-    start = map_ptr + row * E
-    if E % 4 == 0:
-        start = tl.multiple_of(start, 4)
-    return start
 
 
 @triton.jit(do_not_specialize_on_alignment=["map_ptr"])
@@ -132,7 +119,7 @@ def _forward_kernel(
         p *= scale
     tl.store(probs_ptr + row * E + expert, p, mask=inside)
     if map_ptr is not None:
-        tl.store(_map_row(map_ptr, row, E) + expert, chosen, mask=inside)
+        tl.store(map_row(map_ptr, row, E) + expert, chosen, mask=inside)
     if indices_ptr is not None:
         slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(indices_ptr + row * K + slot, expert, mask=chosen)
@@ -159,7 +146,7 @@ def _backward_kernel(
         byte = tl.load(map_ptr + row * ((E + 7) // 8) + col // 8, mask=inside, other=0)
         chosen = ((byte.to(tl.int32) >> (col % 8)) & 1) != 0
     else:
-        chosen = tl.load(_map_row(map_ptr, row, E) + col, mask=inside, other=0) != 0
+        chosen = tl.load(map_row(map_ptr, row, E) + col, mask=inside, other=0) != 0
     chosen = chosen & inside  # again, so that the padding folds away at compile time
     g = tl.load(grad_ptr + row * E + col, mask=chosen, other=0.0).to(tl.float32)
     g = tl.where(chosen, g * scale, 0.0)
@@ -177,11 +164,6 @@ def _backward_kernel(
             g = (g - tl.sum(g * s, 0) * inverse) * inverse
         dx = tl.where(chosen, g * pointwise_slope(x, s, SCORE), 0.0)
     tl.store(out_ptr + row * E + col, dx, mask=inside)
-
-
-def warps_of_row(width: int) -> int:
-    """One warp reduces without shared memory; beyond 128 values a lane registers run out."""
-    return 1 if width <= 4096 else 8
 
 
 def router_dense(

@@ -84,7 +84,7 @@ def keep_best_groups(
 def _floor_of_kth(keys, K: tl.constexpr):
     """A key that at least K keys reach: the least of K or more chunks' largest."""
     CHUNKS: tl.constexpr = 32 if K <= 32 else (64 if K <= 64 else 128)
-    if (K > 128) | (keys.shape[0] < 256):
+    if K > 128 or keys.shape[0] < 256:
         return tl.min(keys, 0)
     chunks = tl.reshape(keys, [keys.shape[0] // 128, CHUNKS, 128 // CHUNKS])
     return tl.min(tl.max(tl.max(chunks, 0), 1), 0)
@@ -139,3 +139,21 @@ def pointwise_slope(x, score, SCORE: tl.constexpr):
     if SCORE == "sigmoid":
         return score * (1.0 - score)
     return tl.where(score > 0.0, tl.sigmoid(x) / (2.0 * score), 0.0)  # 0 at -inf, not 0 / 0
+
+
+@triton.jit
+def map_row(map_ptr, row, E: tl.constexpr):
+    """A row of the byte map, promised to be aligned to 4 bytes and no more.
+
+    With 16 the compiler would spread all tensors of a row 16 values a lane, logits included,
+    whose loads would then not be coalesced. The kernels do not specialise on its alignment.
+    """
+    start = map_ptr + row * E
+    if E % 4 == 0:
+        start = tl.multiple_of(start, 4)
+    return start
+
+
+def warps_of_row(width: int) -> int:
+    """One warp reduces without shared memory; beyond 128 values a lane registers run out."""
+    return 1 if width <= 4096 else 8

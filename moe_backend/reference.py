@@ -59,6 +59,16 @@ def _best_groups(key: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return chosen.repeat_interleave(grouped.shape[-1], -1)
 
 
+def top_ids(key: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """``[num_tokens, top_k]`` ids by falling key. Ties go to the lowest id; NaN counts as −inf."""
+    key = key.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = key.sort(dim=-1, descending=True, stable=True).indices
+    if spec.num_groups > 1:  # members of chosen groups first, each part still in order
+        member = _best_groups(key, spec).gather(1, order)
+        order = order.gather(1, member.byte().sort(dim=-1, descending=True, stable=True).indices)
+    return order[:, : spec.top_k]
+
+
 def router_topk(
     logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,12 +86,7 @@ def router_topk(
     spec.check(logits.shape[-1])
     score = scores(logits, spec.score)
     key = score if bias is None else score + bias.float()
-    key = key.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    order = key.sort(dim=-1, descending=True, stable=True).indices
-    if spec.num_groups > 1:  # members of chosen groups first, each part still in order
-        member = _best_groups(key, spec).gather(1, order)
-        order = order.gather(1, member.byte().sort(dim=-1, descending=True, stable=True).indices)
-    ids = order[:, : spec.top_k]
+    ids = top_ids(key, spec)
     weights = score.gather(1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + SUM_FLOOR)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load-balance loss of a router and its gradient.
+
+    loss = c * sum over (t, e) of probs[t, e] * tokens_per_expert[e]
+    c    = coeff * E / (top_k * T^2),   T = total_num_tokens, a number or a device scalar
+    d loss / d probs[t, e] = c * tokens_per_expert[e]
+
+``probs`` [tokens, columns] may have a multiple of E columns (sequences side by side).
+
+Forward: about four blocks an SM stride over the rows with fp32 sums in registers. Each writes one
+partial sum; the block that finishes last adds them in fixed order, so that the loss is the same
+bit by bit every time, which one atomic addition a block into an accumulator is not. It also leaves
+c on the device for the backward pass. Nothing has to be zeroed and nothing is read by the host.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch_counter import sm_count, zeroed_line
+
+_COLS = 256  # wide enough to coalesce, narrow enough to waste little of 2,304
+_MAX_PARTIALS = 1024
+
+
+@triton.jit
+def _forward_kernel(
+    probs_ptr, tokens_ptr, total_ptr, partial_ptr, loss_ptr, ticket_ptr,
+    num_rows, num_cols, row_stride, factor, total,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    num_programs = tl.num_programs(0)
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for first in range(0, num_cols, COLS):
+        col = first + tl.arange(0, COLS)
+        tokens = tl.load(tokens_ptr + col, mask=col < num_cols, other=0).to(tl.float32)
+        for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_programs):
+            row = block * ROWS + tl.arange(0, ROWS)
+            at = probs_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :]
+            inside = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+            sums += tl.load(at, mask=inside, other=0.0).to(tl.float32) * tokens[None, :]
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0))
+    tl.debug_barrier()  # the ticket releases the partial sum
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_programs - 1:
+        index = tl.arange(0, PARTIALS)
+        partials = tl.load(partial_ptr + index, mask=index < num_programs, other=0.0, volatile=True)
+        if total_ptr is not None:
+            total = tl.load(total_ptr).to(tl.float32)
+        coefficient = factor / total / total
+        tl.store(loss_ptr, tl.sum(partials, 0) * coefficient)
+        tl.store(loss_ptr + 1, coefficient)
+        tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, loss_ptr, tokens_ptr, out_ptr, num_rows, num_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    scale = tl.load(grad_ptr).to(tl.float32) * tl.load(loss_ptr + 1)
+    value = tl.load(tokens_ptr + col, mask=col < num_cols, other=0).to(tl.float32) * scale
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = out_ptr + row.to(tl.int64)[:, None] * num_cols + col[None, :]
+    inside = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    value = tl.broadcast_to(value[None, :], [ROWS, COLS])
+    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _tile(num_cols: int, values: int) -> tuple[int, int]:
+    cols = min(triton.next_power_of_2(max(1, num_cols)), _COLS)
+    return values // cols, cols
+
+
+def aux_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int | torch.Tensor,
+    factor: float,
+) -> torch.Tensor:
+    """The loss and its coefficient, fp32 [2] on the device.
+
+    Args:
+        probs: [num_rows, num_cols] fp32, bf16 or fp16; rows may be strided.
+        tokens_per_expert: [num_cols] of any integer or float dtype.
+        total_num_tokens: T; a device scalar is read when the kernel runs.
+        factor: coeff * E / top_k.
+    """
+    num_rows, num_cols = probs.shape
+    device = probs.device
+    if probs.stride(1) != 1:
+        probs = probs.contiguous()
+    out = torch.empty(2, dtype=torch.float32, device=device)
+    rows, cols = _tile(num_cols, 4096)
+    programs = max(1, min(triton.cdiv(num_rows, rows), 4 * sm_count(device), _MAX_PARTIALS))
+    partial = torch.empty(programs, dtype=torch.float32, device=device)
+    on_device = isinstance(total_num_tokens, torch.Tensor)
+    _forward_kernel[(programs,)](
+        probs, tokens_per_expert, total_num_tokens if on_device else None, partial, out,
+        zeroed_line(device, 1), num_rows, num_cols, probs.stride(0), factor,
+        1.0 if on_device else float(total_num_tokens),
+        ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def aux_loss_backward(
+    grad: torch.Tensor, loss: torch.Tensor, tokens_per_expert: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of probs, shaped and typed ``like`` them; ``loss`` is what aux_loss returned."""
+    num_rows, num_cols = like.shape
+    out = torch.empty((num_rows, num_cols), dtype=like.dtype, device=like.device)
+    if out.numel():
+        rows, cols = _tile(num_cols, 8192)
+        _backward_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_cols, cols))](
+            grad, loss, tokens_per_expert, out, num_rows, num_cols,
+            ROWS=rows, COLS=cols, num_warps=8,
+        )  # fmt: skip
+    return out
