@@ -33,6 +33,8 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 4
     swap: bool = True
+    unroll: int = 1  # steps of 128 of K per iteration of the up projection
+    span: int = 1  # column blocks that one program streams in the plain GEMM
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def swiglu(gate, up, alpha, limit, LIMITED: tl.constexpr):
 def _up_kernel(
     a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, q_ptr, qs_ptr, num_rows, inter, K, alpha, limit,
     BLOCK_M: tl.constexpr, SWAP: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(inter, 128)
     tile = tl.program_id(0) // blocks
@@ -108,13 +110,15 @@ def _up_kernel(
     up_scale = gate_scale + blocks * groups
     gate = _zeros(BLOCK_M, 128, SWAP)
     up = _zeros(BLOCK_M, 128, SWAP)
-    for k in tl.range(groups, num_stages=STAGES):
-        a = a_desc.load([tile * BLOCK_M, k * 128])
-        b0 = b_desc.load([first, k * 128])
-        b1 = b_desc.load([first + inter, k * 128])
-        scale = tl.load(as_ptr + k * num_rows + rows)
-        gate += _product(a, b0, scale, tl.load(gate_scale + k), SWAP)
-        up += _product(a, b1, scale, tl.load(up_scale + k), SWAP)
+    for first_k in tl.range(0, groups, UNROLL, num_stages=STAGES):
+        for i in tl.static_range(UNROLL):
+            k = first_k + i
+            a = a_desc.load([tile * BLOCK_M, k * 128])
+            b0 = b_desc.load([first, k * 128])
+            b1 = b_desc.load([first + inter, k * 128])
+            scale = tl.load(as_ptr + k * num_rows + rows, mask=(k < groups) & (rows < num_rows), other=0.0)
+            gate += _product(a, b0, scale, tl.load(gate_scale + k, mask=k < groups, other=0.0), SWAP)
+            up += _product(a, b1, scale, tl.load(up_scale + k, mask=k < groups, other=0.0), SWAP)
     h = swiglu(gate, up, alpha, limit, LIMITED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,34 +139,39 @@ def _up_kernel(
 def _gemm_kernel(
     a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, c_ptr, num_rows, N, K, first_column, width, scale_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    """One row tile and SPAN column blocks, as one pipelined loop over (column block, 128 of K)."""
     blocks = tl.cdiv(width, BLOCK_N)
-    tile = tl.program_id(0) // blocks
-    pn = tl.program_id(0) % blocks
+    spans = tl.cdiv(blocks, SPAN)
+    tile = tl.program_id(0) // spans
+    first = (tl.program_id(0) % spans) * SPAN
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     e = tl.load(tile_expert_ptr + tile)
     if e < 0:
         return
     groups = tl.cdiv(K, 128)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = first_column + pn * BLOCK_N
-    w_scale = bs_ptr + (e * scale_blocks + column // 128) * groups
+    w_scale = bs_ptr + (e * scale_blocks) * groups
     acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
-    for k in tl.range(groups, num_stages=STAGES):
+    for i in tl.range(0, tl.minimum(SPAN, blocks - first) * groups, num_stages=STAGES):
+        k = i % groups
+        pn = first + i // groups
+        column = first_column + pn * BLOCK_N
         a = a_desc.load([tile * BLOCK_M, k * 128])
         b = b_desc.load([e * N + column, k * 128])
         scale = tl.load(as_ptr + k * num_rows + rows)
-        acc += _product(a, b, scale, tl.load(w_scale + k), SWAP)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    c = acc.to(tl.bfloat16)
-    if SWAP:
-        c = c.T
-    cols = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = c_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
-    tl.store(at, c, mask=((cols < width) & (first_column + cols < N))[None, :])
+        acc += _product(a, b, scale, tl.load(w_scale + column // 128 * groups + k), SWAP)
+        if k == groups - 1:
+            c = acc.to(tl.bfloat16)
+            if SWAP:
+                c = c.T
+            cols = pn * BLOCK_N + tl.arange(0, BLOCK_N)
+            at = c_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
+            tl.store(at, c, mask=((cols < width) & (first_column + cols < N))[None, :])
+            acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
 
 
 def _descriptors(x: Operands, block_m: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -185,7 +194,7 @@ def grouped_gemm_swiglu(
         _up_kernel[(rows // plan.align * blocks,)](
             *_descriptors(x, plan.align, 128), x.a_scale, x.b_scale, plan.tile_expert, q, qs,
             rows, inter, x.b.shape[2], alpha, limit or 0.0, BLOCK_M=plan.align, SWAP=tiles.swap,
-            LIMITED=limit is not None, PDL=pdl, STAGES=tiles.num_stages,
+            LIMITED=limit is not None, PDL=pdl, STAGES=tiles.num_stages, UNROLL=tiles.unroll,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return q, qs
@@ -202,10 +211,10 @@ def grouped_gemm(
     if first_column % tiles.block_n or out.shape[0] != plan.num_rows:
         raise ValueError(f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, found {tuple(out.shape)}")
     if plan.num_rows:
-        _gemm_kernel[(plan.num_rows // plan.align * triton.cdiv(width, tiles.block_n),)](
+        _gemm_kernel[(plan.num_rows // plan.align * triton.cdiv(width, tiles.block_n * tiles.span),)](
             *_descriptors(x, plan.align, tiles.block_n), x.a_scale, x.b_scale, plan.tile_expert, out,
             plan.num_rows, n, k, first_column, width, x.b_scale.shape[1], BLOCK_M=plan.align,
-            BLOCK_N=tiles.block_n, SWAP=tiles.swap, PDL=pdl, STAGES=tiles.num_stages,
+            BLOCK_N=tiles.block_n, SWAP=tiles.swap, PDL=pdl, STAGES=tiles.num_stages, SPAN=tiles.span,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -135,16 +135,20 @@ def _asm(text: gl.constexpr):
 
 
 @gluon.jit
-def _take_turn(CONSUMER: gl.constexpr):
-    if CONSUMER == 0:
+def _take_turn(CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+    if not TURNS:
+        pass
+    elif CONSUMER == 0:
         _asm("bar.sync 10, 256; mov.u32 $0, 0;")
     else:
         _asm("bar.sync 11, 256; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr):
-    if CONSUMER == 0:
+def _pass_turn(CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+    if not TURNS:
+        pass
+    elif CONSUMER == 0:
         _asm("bar.arrive 11, 256; mov.u32 $0, 0;")
     else:
         _asm("bar.arrive 10, 256; mov.u32 $0, 0;")
@@ -224,7 +228,7 @@ def _produce_gathered(a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work):
 
 
 @gluon.jit
-def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.constexpr, GATHER: gl.constexpr):
+def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr):
     """One 128 of K into both accumulators."""
     ROWS: gl.constexpr = gl.SliceLayout(1, _MMA)
     zero = gl.zeros([64, 128], gl.float32, _MMA)
@@ -232,16 +236,16 @@ def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.
     if GATHER:
         fence_async_shared()
     a = ring.a.index(stage * 2 + CONSUMER)
-    _take_turn(CONSUMER)
+    _take_turn(CONSUMER, TURNS)
     p = warpgroup_mma(a, ring.b.index(stage * 2).permute((1, 0)), zero, use_acc=False, is_async=True)
-    _pass_turn(CONSUMER)
+    _pass_turn(CONSUMER, TURNS)
     scale = ring.scale.index(stage).slice(CONSUMER * 64, 64).load(ROWS)
     p = warpgroup_mma_wait(0, deps=[p])
     acc0 += p * (scale * w0)[:, None]
     _pin(never, dump, acc0)
-    _take_turn(CONSUMER)
+    _take_turn(CONSUMER, TURNS)
     q = warpgroup_mma(a, ring.b.index(stage * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    _pass_turn(CONSUMER)
+    _pass_turn(CONSUMER, TURNS)
     q = warpgroup_mma_wait(0, deps=[q])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     acc1 += q * (scale * w1)[:, None]
@@ -249,12 +253,12 @@ def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.
 
 
 @gluon.jit
-def _rest(ring, stage, phase, CONSUMER: gl.constexpr):
+def _rest(ring, stage, phase, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
     """Keep the turns of one 128 of K without computing."""
     mbarrier.wait(ring.full.index(stage), phase)
     for _ in gl.static_range(2):
-        _take_turn(CONSUMER)
-        _pass_turn(CONSUMER)
+        _take_turn(CONSUMER, TURNS)
+        _pass_turn(CONSUMER, TURNS)
     mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
@@ -283,14 +287,14 @@ def _quantise(gate, up, alpha, limit, LIMITED: gl.constexpr):
 @gluon.jit
 def _consume(
     c_desc, c_scale_ptr, out, ring, work, num_rows, alpha, limit,
-    CONSUMER: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
     never = num_rows < 0
     stage = 0
     phase = 0
     if CONSUMER == 1:
-        _pass_turn(1)
+        _pass_turn(1, TURNS)
     row_tile, column_tile = work.place(gl.program_id(0))
     expert = work.expert(row_tile)
     block0, block1 = work.blocks(column_tile)
@@ -312,14 +316,14 @@ def _consume(
                 next_w0 = gl.load(w0_ptr + ahead)
                 next_w1 = gl.load(w1_ptr + ahead)
                 acc0, acc1 = _multiply(
-                    ring, stage, phase, acc0, acc1, w0, w1, never, work.b_scale_ptr, CONSUMER, GATHER
+                    ring, stage, phase, acc0, acc1, w0, w1, never, work.b_scale_ptr, CONSUMER, GATHER, TURNS
                 )
                 w0 = next_w0
                 w1 = next_w1
                 stage, phase = ring.next(stage, phase)
         else:
             for _ in range(GROUPS):
-                _rest(ring, stage, phase, CONSUMER)
+                _rest(ring, stage, phase, CONSUMER, TURNS)
                 stage, phase = ring.next(stage, phase)
         # The next tile's first scales arrive during this tile's epilogue.
         block0, block1 = work.blocks(next_column_tile)
@@ -338,7 +342,7 @@ def _consume(
                 _put(c_desc, out.index(0), acc0.to(gl.bfloat16), row, column_tile * 256, 1)
                 _put(c_desc, out.index(1), acc1.to(gl.bfloat16), row, column_tile * 256 + 128, 1)
     if CONSUMER == 0:
-        _take_turn(0)
+        _take_turn(0, TURNS)
     tma.store_wait(0)
 
 
@@ -348,7 +352,7 @@ def _sm90_kernel(
     tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr,
     num_rows, top_k, first_block, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, COLUMN_TILES: gl.constexpr, STAGES: gl.constexpr,
-    FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr,
+    FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = 1 if FUSED else 2
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0]) if GATHER else gl.NVMMASharedLayout(0, 32, 1)
@@ -375,8 +379,8 @@ def _sm90_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED)),
-                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED)),
+                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED, TURNS)),
+                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED, TURNS)),
                 (_produce_gathered, (a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work)),
             ],
             [4, 4],
@@ -385,8 +389,8 @@ def _sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED)),
-                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED)),
+                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED, TURNS)),
+                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED, TURNS)),
                 (_produce, (a_desc, b_desc, s_desc, ring, work, num_rows)),
             ],
             [4, 1],
@@ -417,27 +421,27 @@ def _launch(x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor 
         plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
         plan.num_rows, plan.route_row.shape[1], extra.pop("first_block", 0), extra.pop("alpha", 1.0), extra.get("limit") or 0.0,
         N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256), STAGES=4 if fused else 3,
-        FUSED=fused, GATHER=x.by_token, LIMITED=extra.get("limit") is not None,
+        FUSED=fused, GATHER=x.by_token, LIMITED=extra.get("limit") is not None, TURNS=extra["turns"],
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
 def grouped_gemm_swiglu(
-    x: Operands, plan: Schedule, *, alpha: float = 1.0, limit: float | None = None
+    x: Operands, plan: Schedule, *, alpha: float = 1.0, limit: float | None = None, turns: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As grouped_gemm.grouped_gemm_swiglu; with ``x.by_token`` A's rows are gathered."""
     rows, inter = plan.num_rows, x.b.shape[1] // 2
     q = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.a.device)
     qs = torch.empty((inter // 128, rows), dtype=torch.float32, device=x.a.device)
-    _launch(x, plan, q, qs, alpha=alpha, limit=limit)
+    _launch(x, plan, q, qs, alpha=alpha, limit=limit, turns=turns)
     return q, qs
 
 
 def grouped_gemm(
-    x: Operands, plan: Schedule, *, first_column: int = 0, out: torch.Tensor | None = None
+    x: Operands, plan: Schedule, *, first_column: int = 0, out: torch.Tensor | None = None, turns: bool = True
 ) -> torch.Tensor:
     """As grouped_gemm.grouped_gemm."""
     if out is None:
         out = torch.empty((plan.num_rows, x.b.shape[1]), dtype=torch.bfloat16, device=x.a.device)
-    _launch(x, plan, out, None, first_block=first_column // 128)
+    _launch(x, plan, out, None, first_block=first_column // 128, turns=turns)
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 GROUP = 128
-_GROUPS_PER_PROGRAM = 8
+_GROUPS_PER_PROGRAM = 8  # 1,024 columns
 
 
 @triton.jit
@@ -64,10 +64,11 @@ def _launch(
     q = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((num_rows, groups) if by_token else (groups, num_rows), dtype=torch.float32, device=x.device)
     copies = 0 if route_row is None else route_row.shape[1]
+    width = _GROUPS_PER_PROGRAM * (4 if num_tokens >= 512 else 1)  # bytes in flight against programs
     if num_tokens and num_rows:
-        _quant_kernel[(num_tokens, triton.cdiv(groups, _GROUPS_PER_PROGRAM))](
+        _quant_kernel[(num_tokens, triton.cdiv(groups, width))](
             x, q, scale, route_row, hidden, num_rows, copies,
-            COPIES=copies, BY_TOKEN=by_token, GROUPS=_GROUPS_PER_PROGRAM, PDL=pdl, launch_pdl=pdl,
+            COPIES=copies, BY_TOKEN=by_token, GROUPS=width, PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
     return q, scale
 

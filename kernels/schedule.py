@@ -203,7 +203,7 @@ def schedule(
     counts = block_count[blocks]
     tiles_per_program = sizes.pop("TILES")
     _count_kernel[(blocks,)](
-        topk_ids, expert_map, route_row, block_count, num_routes, num_global, BLOCK=_BLOCK, CHUNK=32, num_warps=8, **sizes
+        topk_ids, expert_map, route_row, block_count, num_routes, num_global, BLOCK=_BLOCK, CHUNK=64, num_warps=8, **sizes
     )
     experts = min(8, e_pad)
     _scan_kernel[(e_pad // experts,)](block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts)

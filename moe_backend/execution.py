@@ -58,6 +58,7 @@ def run_experts(
     config: KernelConfig,
 ) -> torch.Tensor:
     """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
+    from moe_backend.kernels import decode
     from moe_backend.kernels import grouped_gemm as gg
     from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
     from moe_backend.kernels.schedule import schedule
@@ -69,15 +70,23 @@ def run_experts(
     pdl = config.pdl and x.is_cuda
     x, topk_ids = x.contiguous(), topk_ids.contiguous()
     out = torch.empty_like(x)
+    clamp = {"alpha": activation.alpha, "limit": activation.limit}
+    if config.direct:
+        h = decode.decode_up(
+            x, weights.w13, weights.w13_scale, topk_ids, expert_map=expert_map, pdl=pdl
+        )
+        return decode.decode_down(
+            h, weights.w2, weights.w2_scale, topk_ids, topk_weights, out,
+            expert_map=expert_map, shared=shared_output, pdl=pdl, **clamp,
+        )  # fmt: skip
     plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
     if config.gather:
         a, a_scale = quant_fp8(x, pdl=pdl)
     else:
         a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
     up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale, config.gather)
-    clamp = {"alpha": activation.alpha, "limit": activation.limit}
     if config.up.kernel == "gluon":
-        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, **clamp)
+        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, turns=config.up.turns, **clamp)
     else:
         h, h_scale = gg.grouped_gemm_swiglu(up, plan, _tiles(config.up), pdl=pdl, **clamp)
     down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
@@ -87,7 +96,9 @@ def run_experts(
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
         if config.down.kernel == "gluon":
-            gg_sm90.grouped_gemm(down, plan, first_column=first, out=rows)
+            gg_sm90.grouped_gemm(
+                down, plan, first_column=first, out=rows, turns=config.down.turns
+            )
         else:
             gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
         unpermute_reduce(
@@ -100,4 +111,6 @@ def run_experts(
 def _tiles(gemm: GemmConfig):
     from moe_backend.kernels.grouped_gemm import Tiles
 
-    return Tiles(gemm.block_n, gemm.num_warps, gemm.num_stages, gemm.swap)
+    return Tiles(
+        gemm.block_n, gemm.num_warps, gemm.num_stages, gemm.swap, gemm.unroll, gemm.span
+    )

@@ -189,7 +189,10 @@ class ExpertWeights:
 class GemmConfig:
     """Tiles of one grouped GEMM. ``kernel`` names the implementation that the tiles are for.
 
-    ``swap`` puts weight rows on the MMA's M, for experts with few rows (Triton only).
+    ``swap`` puts weight rows on the MMA's M, for experts with few rows; ``unroll`` is how many steps
+    of 128 of K an iteration of the up projection takes, ``span`` how many column blocks a program of
+    the down projection streams (all three Triton only). ``turns`` makes the Gluon kernel's two
+    consumers issue their MMAs in turns.
     """
 
     kernel: Literal["triton", "gluon"] = "triton"
@@ -197,6 +200,9 @@ class GemmConfig:
     num_warps: int = 4
     num_stages: int = 4
     swap: bool = True
+    unroll: int = 1
+    span: int = 1
+    turns: bool = True
 
 
 @dataclass(frozen=True)
