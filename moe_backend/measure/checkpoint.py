@@ -88,7 +88,7 @@ def write_checkpoint(
     target = Path(path).expanduser().absolute()
     if _is_made(target, recipe):
         return target
-    with _replacing(target) as folder:
+    with replaced_folder(target) as folder:
         _write_json(folder / "config.json", config)
         _write_generation_config(folder, config)
         from moe_backend.measure.model_tokenizer import write_tokenizer
@@ -129,7 +129,7 @@ def _is_made(target: Path, recipe: Recipe) -> bool:
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` that takes its place at the end, or vanishes on any failure."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
