@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_backend.measure.server import PLUGIN_ARGS, OnStage, ServerError, VllmServer
+from moe_backend.measure.server import PLUGIN_ARGS, POLL_S, OnStage, ServerError, VllmServer
 from moe_backend.measure.vllm_bench import PERCENTILES, Load, run_bench
 
 SERVER_ARGS = ("--no-enable-prefix-caching",)
@@ -101,8 +102,7 @@ class ServerPool:
             # Started at the same time: a start is mostly one busy core and much waiting.
             for one in wanted:
                 self._running[one.name] = self._start(one)
-            for one in wanted:
-                self._wait(one)
+            self._wait(wanted)
         server = self._running[side.name]
         server.check()
         return server
@@ -117,13 +117,19 @@ class ServerPool:
     def _stage_of(self, side: Side) -> OnStage:
         return lambda stage, seconds: self._report(f"{side.name} server", stage, seconds, None)
 
-    def _wait(self, side: Side) -> None:
-        try:
-            self._running[side.name].wait_ready()
-        except ServerError as error:
-            raise ServerError(f"{side.name}: {error}") from None
-        self.started_in[side.name] = self._running[side.name].started_in or 0.0
-        self._report(f"{side.name} server", f"ready after {self.started_in[side.name]:.0f} s", 1, 1)
+    def _wait(self, sides: Sequence[Side]) -> None:
+        starting = list(sides)
+        while starting:
+            for side in list(starting):
+                try:
+                    ready = self._running[side.name].advance()
+                except ServerError as error:
+                    raise ServerError(f"{side.name}: {error}") from None
+                if ready:
+                    starting.remove(side)
+                    self.started_in[side.name] = self._running[side.name].started_in or 0.0
+                    self._report(f"{side.name} server", "ready", 1, 1)
+            time.sleep(POLL_S)
 
 
 def measure(plan: Plan, pool: ServerPool, report: Report) -> list[Run]:

@@ -163,19 +163,24 @@ class VllmServer:
 
     def wait_ready(self) -> None:
         """Returns when /health answers; raises ServerError with the cause when it never will."""
-        deadline = self._began + self.start_timeout
-        while not self.healthy():
-            self.check()
-            seconds = time.monotonic() - self._began
-            self._on_stage(self.stage(), seconds)
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server was not healthy after {self.start_timeout:.0f} s; "
-                    f"it was {self.stage()}.\n{server_log.describe_failure(self._log)}"
-                )
+        while not self.advance():
             time.sleep(POLL_S)
-        self.started_in = time.monotonic() - self._began
-        self._on_stage("ready", self.started_in)
+
+    def advance(self) -> bool:
+        """One look at a starting server: whether it is ready; raises when it never will be."""
+        seconds = time.monotonic() - self._began
+        if self.healthy():
+            self.started_in = seconds
+            self._on_stage("ready", seconds)
+            return True
+        self.check()
+        self._on_stage(self.stage(), seconds)
+        if seconds > self.start_timeout:
+            raise ServerError(
+                f"the server was not healthy after {self.start_timeout:.0f} s; "
+                f"it was {self.stage()}.\n{server_log.describe_failure(self._log)}"
+            )
+        return False
 
     def check(self) -> None:
         """Raises ServerError, with the cause from the log, if the server has ended."""

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables for people that more than one command prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+NUMBERS = (
+    ("TTFT p50", "ttft_p50_ms"),
+    ("p90", "ttft_p90_ms"),
+    ("p99", "ttft_p99_ms"),
+    ("TPOT p50", "tpot_p50_ms"),
+    ("tokens/s", "output_tokens_per_s"),
+)
+
+
+def load_table(load: dict[str, Any]) -> Table:
+    """Both sides under each other for every rate, then the ratio with its spread."""
+    table = Table(title="Under load (times in ms)", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("req/s")
+    table.add_column("server")
+    for head, _ in NUMBERS:
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in load["loads"]:
+        rate = f"{one['rate']:g}"
+        for row in load["results"]:
+            if row["rate"] == one["rate"]:
+                table.add_row(rate, row["side"], *(f"{row[key]:.1f}" for _, key in NUMBERS))
+                rate = ""
+        for entry in load["ratios"]:
+            if entry["rate"] == one["rate"]:
+                table.add_row("", "[bold]ratio", *(_ratio(entry[key]) for _, key in NUMBERS))
+        table.add_section()
+    return table
+
+
+def _ratio(one: dict[str, float]) -> str:
+    return f"[bold]{one['median']:.2f}×[/]\n[dim]{one['low']:.3g}–{one['high']:.3g}[/]"
