@@ -11,8 +11,8 @@ while the other consumer's MMAs run: the two take turns (named barriers 10 and 1
     A's rows through the routing index with cp.async, so that no permuted copy is ever written.
     full[stage]:  the stage is loaded        empty[stage]: both consumers have read it
 
-Tiles with at most 64 valid rows leave the second consumer idle: it only keeps the turns. Tiles are
-walked in pairs of row tiles, all column blocks of a pair before the next, for reuse in L2.
+Tiles with at most 64 valid rows are shared the other way: each consumer takes half of the columns.
+Tiles are walked in pairs of row tiles, all column blocks of a pair before the next, for reuse in L2.
 """
 
 import torch
@@ -36,6 +36,9 @@ from .schedule import Schedule
 ALIGN = 128
 _MMA = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
+_HALF = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
 )
 _FP8 = gl.NVMMASharedLayout(128, 8, 2)
 _BF16 = gl.NVMMASharedLayout(128, 16, 2)
@@ -67,6 +70,51 @@ class Ring:
         stage += 1
         wrapped = stage == self.STAGES
         return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@aggregate
+class Pair:
+    """Where the consumers tell each other the greatest values of a tile that they share."""
+
+    amax: gl.shared_memory_descriptor  # [4, 64]: two tiles deep
+    ready: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, amax, ready):
+        self.amax = amax
+        self.ready = ready
+
+
+@aggregate
+class Target:
+    """Where results go: by TMA, or by plain stores from tiles that the consumers share."""
+
+    desc: tma.tensor_descriptor
+    ptr: gl.tensor
+    scale_ptr: gl.tensor  # [width / 128, num_rows], fused only
+    width: gl.tensor
+    num_rows: gl.tensor
+    alpha: gl.tensor
+    limit: gl.tensor
+    LIMITED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, desc, ptr, scale_ptr, width, num_rows, alpha, limit, LIMITED):
+        self.desc = desc
+        self.ptr = ptr
+        self.scale_ptr = scale_ptr
+        self.width = width
+        self.num_rows = num_rows
+        self.alpha = alpha
+        self.limit = limit
+        self.LIMITED = gl.constexpr(LIMITED)
+
+    @gluon.jit
+    def swiglu(self, gate, up):
+        if self.LIMITED:
+            gate = gl.minimum(gate, self.limit)
+            up = gl.minimum(gl.maximum(up, -self.limit), self.limit)
+        return gate / (1.0 + gl.exp(-self.alpha * gate)) * up
 
 
 @aggregate
@@ -253,13 +301,38 @@ def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.
 
 
 @gluon.jit
-def _rest(ring, stage, phase, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
-    """Keep the turns of one 128 of K without computing."""
+def _multiply_half(ring, stage, phase, acc0, acc1, w0, w1, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr):
+    """One 128 of K of a tile with at most 64 rows: each consumer takes half of both column blocks."""
+    zero = gl.zeros([64, 64], gl.float32, _HALF)
     mbarrier.wait(ring.full.index(stage), phase)
-    for _ in gl.static_range(2):
-        _take_turn(CONSUMER, TURNS)
-        _pass_turn(CONSUMER, TURNS)
+    if GATHER:
+        fence_async_shared()
+    a = ring.a.index(stage * 2)
+    b0 = ring.b.index(stage * 2).slice(CONSUMER * 64, 64, 0)
+    b1 = ring.b.index(stage * 2 + 1).slice(CONSUMER * 64, 64, 0)
+    _take_turn(CONSUMER, TURNS)
+    p = warpgroup_mma(a, b0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    q = warpgroup_mma(a, b1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    _pass_turn(CONSUMER, TURNS)
+    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, _HALF))
+    p, q = warpgroup_mma_wait(0, deps=[p, q])
     mbarrier.arrive(ring.empty.index(stage), count=1)
+    acc0 += p * (scale * w0)[:, None]
+    acc1 += q * (scale * w1)[:, None]
+    return acc0, acc1
+
+
+@gluon.jit
+def _shared_amax(h, pair, CONSUMER: gl.constexpr, turn):
+    """Greatest |h| of every row over both consumers' halves."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, _HALF)
+    amax = gl.max(gl.abs(h), axis=1)
+    slot = (turn & 1) * 2
+    pair.amax.index(slot + CONSUMER).store(amax)
+    gl.thread_barrier()
+    mbarrier.arrive(pair.ready, count=1)
+    mbarrier.wait(pair.ready, turn & 1)
+    return gl.maximum(amax, pair.amax.index(slot + 1 - CONSUMER).load(ROWS))
 
 
 @gluon.jit
@@ -273,26 +346,86 @@ def _put(c_desc, buffer, tile, row, column, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _quantise(gate, up, alpha, limit, LIMITED: gl.constexpr):
-    if LIMITED:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-    h = gate / (1.0 + gl.exp(-alpha * gate)) * up
-    scale = gl.maximum(gl.max(gl.abs(h), axis=1), 1e-10) * (1.0 / 448.0)
+def _quantise(h, amax):
+    scale = gl.maximum(amax, 1e-10) * (1.0 / 448.0)
     inverse = gl.div_rn(gl.full_like(scale, 1.0), scale)
     q = gl.minimum(gl.maximum(h * inverse[:, None], -448.0), 448.0)
     return q.to(gl.float8e4nv), scale
 
 
 @gluon.jit
-def _consume(
-    c_desc, c_scale_ptr, out, ring, work, num_rows, alpha, limit,
-    CONSUMER: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
+def _whole_tile(
+    dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
-    never = num_rows < 0
+    never = dst.num_rows < 0
+    acc0 = gl.zeros([64, 128], gl.float32, _MMA)
+    acc1 = gl.zeros([64, 128], gl.float32, _MMA)
+    for k in range(GROUPS):
+        ahead = gl.minimum(k + 1, GROUPS - 1)
+        next_w0 = gl.load(w0_ptr + ahead)
+        next_w1 = gl.load(w1_ptr + ahead)
+        acc0, acc1 = _multiply(
+            ring, stage, phase, acc0, acc1, w0, w1, never, work.b_scale_ptr, CONSUMER, GATHER, TURNS
+        )
+        w0 = next_w0
+        w1 = next_w1
+        stage, phase = ring.next(stage, phase)
+    row = row_tile * 128 + CONSUMER * 64
+    if work.FUSED:
+        h = dst.swiglu(acc0, acc1)
+        q, scale = _quantise(h, gl.max(gl.abs(h), axis=1))
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, _MMA))
+        gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
+        _put(dst.desc, out.index(0), q, row, column_tile * 128, 0)
+    else:
+        _put(dst.desc, out.index(0), acc0.to(gl.bfloat16), row, column_tile * 256, 1)
+        _put(dst.desc, out.index(1), acc1.to(gl.bfloat16), row, column_tile * 256 + 128, 1)
+    return stage, phase
+
+
+@gluon.jit
+def _half_tile(
+    dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr, valid, halves,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = work.K // 128
+    acc0 = gl.zeros([64, 64], gl.float32, _HALF)
+    acc1 = gl.zeros([64, 64], gl.float32, _HALF)
+    for k in range(GROUPS):
+        ahead = gl.minimum(k + 1, GROUPS - 1)
+        next_w0 = gl.load(w0_ptr + ahead)
+        next_w1 = gl.load(w1_ptr + ahead)
+        acc0, acc1 = _multiply_half(ring, stage, phase, acc0, acc1, w0, w1, CONSUMER, GATHER, TURNS)
+        w0 = next_w0
+        w1 = next_w1
+        stage, phase = ring.next(stage, phase)
+    r = gl.arange(0, 64, gl.SliceLayout(1, _HALF))
+    rows = row_tile * 128 + r
+    cols = CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, _HALF))
+    inside = (r < valid)[:, None]
+    at = dst.ptr + rows.to(gl.int64)[:, None] * dst.width + cols[None, :]
+    if work.FUSED:
+        h = dst.swiglu(acc0, acc1)
+        q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
+        gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
+        gl.store(at + column_tile * 128, q, mask=inside)
+    else:
+        first = column_tile * 256
+        gl.store(at + first, acc0.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :])
+        first += 128
+        gl.store(at + first, acc1.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :])
+    return stage, phase
+
+
+@gluon.jit
+def _consume(
+    dst, out, pair, ring, work, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
     stage = 0
     phase = 0
+    halves = 0
     if CONSUMER == 1:
         _pass_turn(1, TURNS)
     row_tile, column_tile = work.place(gl.program_id(0))
@@ -305,42 +438,25 @@ def _consume(
     for t in range(gl.program_id(0), work.count(), gl.num_programs(0)):
         row_tile, column_tile = work.place(t)
         valid = gl.load(work.tile_rows_ptr + row_tile)
-        live = valid > CONSUMER * 64
         next_row_tile, next_column_tile = work.place(t + gl.num_programs(0))
         next_expert = work.expert(next_row_tile)
-        acc0 = gl.zeros([64, 128], gl.float32, _MMA)
-        acc1 = gl.zeros([64, 128], gl.float32, _MMA)
-        if live:
-            for k in range(GROUPS):
-                ahead = gl.minimum(k + 1, GROUPS - 1)
-                next_w0 = gl.load(w0_ptr + ahead)
-                next_w1 = gl.load(w1_ptr + ahead)
-                acc0, acc1 = _multiply(
-                    ring, stage, phase, acc0, acc1, w0, w1, never, work.b_scale_ptr, CONSUMER, GATHER, TURNS
-                )
-                w0 = next_w0
-                w1 = next_w1
-                stage, phase = ring.next(stage, phase)
+        if valid > 64:
+            stage, phase = _whole_tile(
+                dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
+                CONSUMER, GATHER, TURNS,
+            )  # fmt: skip
         else:
-            for _ in range(GROUPS):
-                _rest(ring, stage, phase, CONSUMER, TURNS)
-                stage, phase = ring.next(stage, phase)
+            stage, phase = _half_tile(
+                dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
+                valid, halves, CONSUMER, GATHER, TURNS,
+            )  # fmt: skip
+            halves += 1
         # The next tile's first scales arrive during this tile's epilogue.
         block0, block1 = work.blocks(next_column_tile)
         w0_ptr = work.scale_at(next_expert, block0)
         w1_ptr = work.scale_at(next_expert, block1)
         w0 = gl.load(w0_ptr)
         w1 = gl.load(w1_ptr)
-        if live:
-            row = row_tile * 128 + CONSUMER * 64
-            if work.FUSED:
-                q, scale = _quantise(acc0, acc1, alpha, limit, LIMITED)
-                rows = row + gl.arange(0, 64, gl.SliceLayout(1, _MMA))
-                gl.store(c_scale_ptr + column_tile * num_rows + rows, scale)
-                _put(c_desc, out.index(0), q, row, column_tile * 128, 0)
-            else:
-                _put(c_desc, out.index(0), acc0.to(gl.bfloat16), row, column_tile * 256, 1)
-                _put(c_desc, out.index(1), acc1.to(gl.bfloat16), row, column_tile * 256 + 128, 1)
     if CONSUMER == 0:
         _take_turn(0, TURNS)
     tma.store_wait(0)
@@ -348,9 +464,9 @@ def _consume(
 
 @gluon.jit
 def _sm90_kernel(
-    a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, c_scale_ptr, b_scale_ptr,
+    a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, c_ptr, c_scale_ptr, b_scale_ptr,
     tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr,
-    num_rows, top_k, first_block, alpha, limit,
+    num_rows, width, top_k, first_block, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, COLUMN_TILES: gl.constexpr, STAGES: gl.constexpr,
     FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
@@ -370,17 +486,23 @@ def _sm90_kernel(
         # with GATHER each of the producer's 128 threads arrives when its copies are complete
         mbarrier.init(ring.full.index(i), count=129 if GATHER else 1)
         mbarrier.init(ring.empty.index(i), count=2)
+    pair = Pair(
+        gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+    )
+    mbarrier.init(pair.ready, count=2)
     fence_async_shared()
     gl.thread_barrier()
     num_tiles = gl.load(num_tiles_ptr)
+    dst = Target(c_desc, c_ptr, c_scale_ptr, width, num_rows, alpha, limit, LIMITED)
     work = Work(
         tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block, N, K, COLUMN_TILES, FUSED
     )  # fmt: skip
     if GATHER:
         gl.warp_specialize(
             [
-                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED, TURNS)),
-                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED, TURNS)),
+                (_consume, (dst, out0, pair, ring, work, 0, GATHER, TURNS)),
+                (_consume, (dst, out1, pair, ring, work, 1, GATHER, TURNS)),
                 (_produce_gathered, (a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work)),
             ],
             [4, 4],
@@ -389,8 +511,8 @@ def _sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (c_desc, c_scale_ptr, out0, ring, work, num_rows, alpha, limit, 0, GATHER, LIMITED, TURNS)),
-                (_consume, (c_desc, c_scale_ptr, out1, ring, work, num_rows, alpha, limit, 1, GATHER, LIMITED, TURNS)),
+                (_consume, (dst, out0, pair, ring, work, 0, GATHER, TURNS)),
+                (_consume, (dst, out1, pair, ring, work, 1, GATHER, TURNS)),
                 (_produce, (a_desc, b_desc, s_desc, ring, work, num_rows)),
             ],
             [4, 1],
@@ -417,9 +539,9 @@ def _launch(x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor 
         s_desc = TensorDescriptor.from_tensor(x.a_scale.view(-1), [128], _FP32)
     width = n // 2 if fused else c.shape[1]
     _sm90_kernel[(_num_sms(x.a.device),)](
-        a_desc, x.a, b, s_desc, x.a_scale, out, c_scale, x.b_scale,
+        a_desc, x.a, b, s_desc, x.a_scale, out, c, x.b_scale if c_scale is None else c_scale, x.b_scale,
         plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
-        plan.num_rows, plan.route_row.shape[1], extra.pop("first_block", 0), extra.pop("alpha", 1.0), extra.get("limit") or 0.0,
+        plan.num_rows, c.shape[1], plan.route_row.shape[1], extra.pop("first_block", 0), extra.pop("alpha", 1.0), extra.get("limit") or 0.0,
         N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256), STAGES=4 if fused else 3,
         FUSED=fused, GATHER=x.by_token, LIMITED=extra.get("limit") is not None, TURNS=extra["turns"],
         num_warps=4, maxnreg=168,

@@ -41,7 +41,7 @@ def experts(
 
     num_experts = weights.num_local_experts if expert_map is None else expert_map.numel()
     shape = selection.shape_of(weights, topk_ids.shape[1], num_experts)
-    config = selection.select(shape, x.shape[0], x.device).config
+    config = selection.serving_config(shape, x.shape[0], x.device)
     return run_experts(
         x, topk_ids, topk_weights, weights, activation, expert_map, shared_output, config
     )

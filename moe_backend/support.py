@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moe_backend.types import BLOCK, MoEShape, RouterSpec
+from moe_backend.types import BLOCK, GemmConfig, KernelConfig, MoEShape, RouterSpec
 
 MAX_EXPERTS = 4096
 MAX_TOP_K = 64
@@ -222,4 +222,40 @@ def supports_parallelism(
             f"MOE_BACKEND_EP={transport} is not available inside the engine in this version. "
             "Unset it: tokens then travel by the engine's all-gather and reduce-scatter",
         )
+    return YES
+
+
+SHARED_MEMORY = 232448  # bytes a CTA may use on sm_90
+ALIGNMENTS = (16, 32, 64, 128)
+
+
+def shared_memory(gemm: GemmConfig, align: int, weight_tiles: int) -> int:
+    """Bytes of shared memory that a Triton GEMM's stages take."""
+    return gemm.num_stages * gemm.unroll * BLOCK * (weight_tiles * gemm.block_n + align) + 1024
+
+
+def supports_config(config: KernelConfig, shape: MoEShape) -> Support:
+    """Tiles that are wrong or too large for a layer, for the tuner, the files and the heuristic."""
+    whole = shape.hidden % BLOCK == 0 and shape.intermediate % BLOCK == 0
+    if config.align not in ALIGNMENTS:
+        return Support(False, f"align is {config.align}, not one of {ALIGNMENTS}")
+    if config.slab % BLOCK:
+        return Support(False, f"slab {config.slab} is not a multiple of {BLOCK}")
+    if config.gather and config.up.kernel != "gluon":
+        return Support(False, "only the gluon kernel gathers rows")
+    for name, gemm, weight_tiles in (("up", config.up, 2), ("down", config.down, 1)):
+        if gemm.kernel == "gluon":
+            if config.align != 128 or not whole:
+                return Support(
+                    False,
+                    f"{name}: the gluon kernel needs tiles of 128 rows and sizes in multiples of "
+                    f"{BLOCK}, found align {config.align}, hidden {shape.hidden}, intermediate "
+                    f"{shape.intermediate}",
+                )
+        elif name == "up" and gemm.block_n != BLOCK:
+            return Support(False, f"up: block_n is {gemm.block_n}, one quantisation group is 128")
+        elif (used := shared_memory(gemm, config.align, weight_tiles)) > SHARED_MEMORY:
+            return Support(
+                False, f"{name}: {used} bytes of shared memory exceed {SHARED_MEMORY} of a CTA"
+            )
     return YES
