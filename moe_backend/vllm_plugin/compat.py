@@ -155,7 +155,7 @@ def is_skipped(prefix: str, config: Any) -> bool:
 
 def fp8_config_arguments(config_class: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of ``arguments`` that this version's Fp8Config takes."""
-    known = inspect.signature(config_class.__init__).parameters
+    known = inspect.signature(config_class).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 

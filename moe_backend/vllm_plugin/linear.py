@@ -27,7 +27,10 @@ from moe_backend import reference
 
 @register_weight_loader_v2_supported_method
 class TmaFp8CpuLinearMethod(UnquantizedLinearMethod):
-    """Loads FP8 weights with 128x128 scales, computes in the model's dtype."""
+    """Loads FP8 weights with 128x128 scales, computes in the model's dtype.
+
+    ``layer`` is typed Any: the engine keeps plain attributes on modules.
+    """
 
     def __init__(self, quant_config: Any) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class TmaFp8CpuLinearMethod(UnquantizedLinearMethod):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -61,7 +64,7 @@ class TmaFp8CpuLinearMethod(UnquantizedLinearMethod):
             layer.output_size_per_partition, input_size_per_partition, loader
         )
         scale = create_fp8_scale_parameter(
-            BlockQuantScaleParameter,
+            BlockQuantScaleParameter,  # type: ignore[arg-type]  # vLLM means the class
             output_partition_sizes,
             input_size_per_partition,
             self.block,
@@ -70,7 +73,7 @@ class TmaFp8CpuLinearMethod(UnquantizedLinearMethod):
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces weight and scale by one dequantised weight.
 
         A reload gives the layer its FP8 parameters back, runs this again and copies the result
@@ -84,7 +87,5 @@ class TmaFp8CpuLinearMethod(UnquantizedLinearMethod):
         del layer.weight, layer.weight_scale_inv
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, layer.weight, bias)

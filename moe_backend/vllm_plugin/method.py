@@ -16,7 +16,6 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEMethodBase,
     FusedMoeWeightScaleSupported,
-    RoutedExperts,
 )
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -27,7 +26,11 @@ from moe_backend.vllm_plugin import METHOD, checks, compat, routing, status
 logger = compat.logger()
 
 
-def shape_of(layer: RoutedExperts) -> MoEShape:
+# `layer` is the engine's RoutedExperts throughout. It is typed Any: its attributes are set by the
+# engine and by register_parameter, which a type checker sees as Tensor | Module.
+
+
+def shape_of(layer: Any) -> MoEShape:
     moe = layer.moe_config
     return MoEShape(
         num_experts=moe.num_experts,
@@ -39,7 +42,7 @@ def shape_of(layer: RoutedExperts) -> MoEShape:
     )
 
 
-def layer_refusals(layer: RoutedExperts) -> list[str]:
+def layer_refusals(layer: Any) -> list[str]:
     """Every reason why this layer cannot run on our kernels, as it was built on this rank."""
     moe, shape = layer.moe_config, shape_of(layer)
     parallel = moe.moe_parallel_config
@@ -77,7 +80,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
     from them, so reload, sleep and expert rebalancing need no care here.
     """
 
-    def __init__(self, layer: RoutedExperts) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__(layer.moe_config)
         config = get_current_vllm_config_or_none()
         # The engine's map from layer name to runner; the runner is added after this constructor.
@@ -97,7 +100,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
     def supports_eplb(self) -> bool:
         return True
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return None  # quantisation happens inside our operator
 
     def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
@@ -106,7 +109,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: RoutedExperts,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -134,7 +137,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         layer.w13_input_scale = None
         layer.w2_input_scale = None
 
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Decides who routes. The weights stay as they came."""
         _weights(layer)  # raises with the tensor's name when a loader left something unusable
         router = compat.router_of(self._runners, layer.layer_name)
@@ -150,7 +153,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         )
         self._record(layer, f"{'moe_backend' if own else 'engine'}: {words}")
 
-    def _record(self, layer: RoutedExperts, words: str) -> None:
+    def _record(self, layer: Any, words: str) -> None:
         parallel = self.moe.moe_parallel_config
         where = "kernels on sm_90" if compat.platform()[0] == "cuda" else "torch reference on CPU"
         status.record(
@@ -173,13 +176,14 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
 
     def apply_monolithic(
         self,
-        layer: RoutedExperts,
+        layer: Any,
         x: torch.Tensor,
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Raw logits to the routed experts' output, a fresh tensor."""
+        assert self._plan.spec is not None  # is_monolithic
         return pipeline.moe_layer(
             x,
             router_logits,
@@ -190,9 +194,9 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             expert_map=layer.expert_map,
         )
 
-    def apply(
+    def apply(  # type: ignore[override]
         self,
-        layer: RoutedExperts,
+        layer: Any,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -210,7 +214,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         )
 
 
-def _weights(layer: RoutedExperts) -> ExpertWeights:
+def _weights(layer: Any) -> ExpertWeights:
     return ExpertWeights(
         layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv
     )
