@@ -63,23 +63,16 @@ def resources(kernel) -> Compiled:
 
 @contextlib.contextmanager
 def compiling():
-    import triton
     from triton import knobs
     from triton.runtime.driver import driver
 
     if knobs.runtime.interpret:
         raise RuntimeError("Triton is in interpreter mode: compile in a process of its own")
-    del triton
-    kernels: list[Compiled] = []
-    before, hook = driver._active, knobs.runtime.jit_post_compile_hook
-    driver.set_active(_driver())
-
-    def record(**event):
-        kernels.append(event)
-
     from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
+    seen: list = []
+    kernels: list[Compiled] = []
+    before, run = driver._active, JITFunction.run
 
     def run_and_keep(self, *args, **kwargs):
         kernel = run(self, *args, **kwargs)
@@ -88,12 +81,10 @@ def compiling():
             kernels.append(resources(kernel))
         return kernel
 
-    seen: list = []
-    del record
+    driver.set_active(_driver())
     JITFunction.run = run_and_keep
     try:
         yield kernels
     finally:
         JITFunction.run = run
-        knobs.runtime.jit_post_compile_hook = hook
         driver._active = before
