@@ -57,7 +57,9 @@ class EngineFacts:
 
     tp_size: int = 1  # over which an expert's matrices are cut
     ep_size: int = 1
-    all2all: str | None = None  # None: tokens do not travel between ranks
+    all2all: str | None = None  # the engine's backend, None unless whole experts are spread
+    travels: bool = False  # a rank's tokens need experts of other ranks
+    graphs: bool = True
     dbo: bool = False
     elastic: bool = False
     lora: bool = False
@@ -76,6 +78,8 @@ class EngineFacts:
             tp_size=1 if experts_whole else ranks,
             ep_size=ranks if experts_whole else 1,
             all2all=parallel.all2all_backend if experts_whole and dp > 1 else None,
+            travels=dp > 1,
+            graphs=not getattr(getattr(config, "model_config", None), "enforce_eager", False),
             dbo=bool(parallel.enable_dbo or getattr(parallel, "ubatch_size", 0) > 1),
             elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
             lora=getattr(config, "lora_config", None) is not None,
@@ -87,21 +91,32 @@ def _refusals(*answers: Support) -> list[str]:
     return [answer.reason for answer in answers if not answer.ok]
 
 
-def engine_refusals(engine: EngineFacts, transport: str) -> list[str]:
+def engine_refusals(engine: EngineFacts, transport: str, platform: str) -> list[str]:
     return _refusals(
         support.supports_engine_backend(engine.moe_backend),
         support.supports_experts(lora=engine.lora),
         support.supports_parallelism(
-            all2all=engine.all2all, dbo=engine.dbo, elastic=engine.elastic, transport=transport
+            all2all=engine.all2all, dbo=engine.dbo, elastic=engine.elastic
         ),
+        support.supports_transport(
+            transport,
+            platform=platform,
+            expert_parallel=engine.ep_size > 1,
+            graphs=engine.graphs,
+        )
+        if engine.travels
+        else support.YES,
     )
 
 
 def model_refusals(
-    model: ModelFacts, engine: EngineFacts, platform: tuple[str, tuple[int, int] | None]
+    model: ModelFacts,
+    engine: EngineFacts,
+    platform: tuple[str, tuple[int, int] | None],
+    settings: envs.Settings | None = None,
 ) -> list[str]:
     """Every reason not to start, before weights are loaded; empty when all is well."""
-    settings = envs.load()
+    settings = settings or envs.load()
     name, capability = platform
     answers: list[Support] = [
         support.supports_platform(name),
@@ -109,7 +124,7 @@ def model_refusals(
     ]
     if model.num_experts and model.num_experts > 1:
         answers += _model_answers(model, engine)
-    return _refusals(*answers) + engine_refusals(engine, settings.ep)
+    return _refusals(*answers) + engine_refusals(engine, settings.ep, name)
 
 
 def _model_answers(model: ModelFacts, engine: EngineFacts) -> Iterator[Support]:
