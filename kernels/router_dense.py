@@ -27,6 +27,7 @@ import triton.language as tl
 
 from .router_math import (
     EXCLUDED,
+    columns,
     keep_best_groups,
     map_row,
     pack_bits,
@@ -58,15 +59,6 @@ class DenseRouting(NamedTuple):
     bits: torch.Tensor | None  # uint8 [num_tokens, ceil(num_experts / 8)]
 
 
-@triton.jit
-def _columns(num_experts, num_groups: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Expert of each column and whether there is one; groups stand apart at powers of two."""
-    col = tl.arange(0, GROUPS * GROUP)
-    per_group = num_experts // num_groups
-    expert = (col // GROUP) * per_group + col % GROUP
-    return expert, (col % GROUP < per_group) & (col // GROUP < num_groups)
-
-
 @triton.jit(do_not_specialize_on_alignment=["map_ptr"])
 def _forward_kernel(
     logits_ptr, bias_ptr, probs_ptr, map_ptr, bits_ptr, indices_ptr, row_stride, scale,
@@ -74,7 +66,7 @@ def _forward_kernel(
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    expert, inside = _columns(E, NUM_GROUPS, GROUPS, GROUP)
+    expert, inside = columns(E, NUM_GROUPS, GROUPS, GROUP)
     row = tl.program_id(0).to(tl.int64)
     at = logits_ptr + row * row_stride + expert
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
@@ -92,9 +84,7 @@ def _forward_kernel(
         key += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
     keys = tl.where(inside, sortable(key), EXCLUDED)
     if NUM_GROUPS > 1:
-        keys = keep_best_groups(
-            keys[None, :], NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP
-        ).reshape(GROUPS * GROUP)
+        keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
     chosen = select_top(keys, K) & inside
 
     # registers: without a bias the key still holds the score; else long rows are read again

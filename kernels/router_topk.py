@@ -24,9 +24,19 @@ import triton
 import triton.language as tl
 
 from .launch_counter import sm_count, zeroed_line
-from .router_math import EXCLUDED, TAKEN, keep_best_groups, pointwise_score, sortable
+from .router_math import (
+    EXCLUDED,
+    TAKEN,
+    columns,
+    keep_best_groups,
+    pointwise_score,
+    select_top,
+    sortable,
+)
 
-_PROGRAMS_PER_SM = 16
+_PROGRAMS_PER_SM = 15
+_ARRIVAL = 1 << 20  # a counter's low bits count tokens, the high bits programs: below 2**31
+_STEPS_UP_TO = 132  # tokens for which latency matters more than throughput
 _CPU_PROGRAMS = 4  # in the interpreter: few, but enough to meet every branch
 
 
@@ -37,95 +47,94 @@ class RouterOutput(NamedTuple):
 
 
 @triton.jit
-def _take_max(keys, ids):
-    """Largest key of each row, its (lowest) id, and the keys with that one taken."""
-    best = tl.max(keys, 1)
-    at = tl.min(tl.where(keys == best[:, None], ids, 0x7FFFFFFF), 1)
-    return best, at, tl.where(ids == at[:, None], TAKEN, keys)
+def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
+    """Columns of the K largest keys by K maximum reductions, falling, and which were taken."""
+    col = tl.arange(0, keys.shape[0])
+    slot = tl.arange(0, KP)
+    found = tl.zeros([KP], tl.int32)
+    for j in range(K):
+        best = tl.max(keys, 0)
+        at = tl.min(tl.where(keys == best, col, 0x7FFFFFFF), 0)
+        keys = tl.where(col == at, TAKEN, keys)
+        found = tl.where(slot == j, at, found)
+    return found, keys == TAKEN
 
 
 @triton.jit
 def _router_topk_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, line_ptr,
-    num_tokens, num_experts, num_groups, row_stride, scale,
-    SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    num_tokens, row_stride, scale, E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr, STEPS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ARRIVAL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = GROUPS * GROUP
-    col = tl.arange(0, WIDTH)
-    if GROUPS == 1:
-        expert = col
-        inside = col < num_experts
-    else:
-        per_group = num_experts // num_groups
-        expert = (col // GROUP) * per_group + col % GROUP
-        inside = (col % GROUP < per_group) & (col // GROUP < num_groups)
-    bias = tl.zeros([WIDTH], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
-    slot = tl.arange(0, KP)[None, :]
-    taken = tl.zeros([ROWS, WIDTH], tl.int32)
-    for block in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
-        row = block * ROWS + tl.arange(0, ROWS)
-        live = row < num_tokens
-        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-        x = tl.load(
-            row_ptr[:, None] + expert[None, :],
-            mask=live[:, None] & inside[None, :], other=float("-inf"),
-        ).to(tl.float32)  # fmt: skip
+    PER_GROUP: tl.constexpr = E // NUM_GROUPS
+    expert, inside = columns(E, NUM_GROUPS, GROUPS, GROUP)
+    slot = tl.arange(0, KP)
+    other = slot[None, :]
+    histogram = tl.zeros([WIDTH], tl.int32)
+    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        row = tl.full([], token, tl.int64)
+        row_ptr = logits_ptr + row * row_stride
+        x = tl.load(row_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
         if SCORE == "softmax":
-            peak = tl.max(x, 1)
-            e = tl.exp(x - peak[:, None])
-            inverse = 1.0 / tl.sum(e, 1)
-            key = e * inverse[:, None]
+            peak = tl.max(x, 0)
+            e = tl.exp(x - peak)
+            inverse = 1.0 / tl.sum(e, 0)
+            key = e * inverse
         else:
             key = pointwise_score(x, SCORE)
-        if HAS_BIAS:
-            key += bias[None, :]
-        keys = tl.where(inside[None, :], sortable(key), EXCLUDED)
-        if GROUPS > 1:
-            keys = keep_best_groups(keys, num_groups, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
+        if bias_ptr is not None:
+            key += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
+        keys = tl.where(inside, sortable(key), EXCLUDED)
+        if NUM_GROUPS > 1:
+            keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
 
-        columns = tl.zeros([ROWS, KP], tl.int32)
-        for j in range(K):
-            _, at, keys = _take_max(keys, col[None, :])
-            columns = tl.where(slot == j, at[:, None], columns)
-        if COUNTS != "none":
-            taken += ((keys == TAKEN) & live[:, None]).to(tl.int32)
-
-        ids = columns
-        if GROUPS > 1:
-            ids = (columns // GROUP) * per_group + columns % GROUP
-        wanted = live[:, None] & (slot < K)
-        chosen = tl.load(row_ptr[:, None] + ids, mask=wanted, other=0.0).to(tl.float32)
-        if SCORE == "softmax":
-            weights = tl.exp(chosen - peak[:, None]) * inverse[:, None]
+        # the ids of this row; their logits are read again, from L1
+        out = ids_ptr + row * K
+        if STEPS:
+            ids, taken = _take_steps(keys, K, KP)
+            ids = (ids // GROUP) * PER_GROUP + ids % GROUP
         else:
-            weights = pointwise_score(chosen, SCORE)
+            taken = select_top(keys, K)
+            at = tl.cumsum(taken.to(tl.int32), 0) - 1
+            # the hint keeps four columns a lane, as the scan wants them; the mask, of which nothing
+            # is known, keeps the stores single
+            at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+            tl.store(out + at, expert, mask=taken)
+            tl.debug_barrier()
+            ids = tl.load(out + slot, mask=slot < K, other=0)
+        x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
+        if SCORE == "softmax":
+            weights = tl.exp(x - peak) * inverse
+        else:
+            weights = pointwise_score(x, SCORE)
+        place = slot
+        if not STEPS:  # rising ids so far: the rank by key is the place
+            key = weights
+            if bias_ptr is not None:
+                key += tl.load(bias_ptr + ids, mask=slot < K, other=0.0).to(tl.float32)
+            key = tl.where(slot < K, sortable(key), EXCLUDED)
+            equal = (key[None, :] == key[:, None]) & (other < slot[:, None])
+            place = tl.sum(((key[None, :] > key[:, None]) | equal).to(tl.int32), 1)
+            tl.debug_barrier()  # every id is read before any is overwritten
         if RENORMALIZE:
-            total = tl.sum(tl.where(slot < K, weights, 0.0), 1)
-            weights = weights / (total + 1e-20)[:, None]
-        out = row.to(tl.int64)[:, None] * K + slot
-        tl.store(ids_ptr + out, ids, mask=wanted)
-        tl.store(weights_ptr + out, weights * scale, mask=wanted)
+            weights = weights / (tl.sum(tl.where(slot < K, weights, 0.0), 0) + 1e-20)
+        tl.store(out + place, ids, mask=slot < K)
+        tl.store(weights_ptr + row * K + place, weights * scale, mask=slot < K)
+        histogram += taken.to(tl.int32)
 
-    if COUNTS != "none":
-        histogram = tl.sum(taken, 0)
-        if COUNTS == "store":
-            tl.store(counts_ptr + expert, histogram, mask=inside)
-        if COUNTS == "add":
-            tl.atomic_add(
-                counts_ptr + expert, histogram, mask=inside & (histogram > 0), sem="relaxed"
-            )
-        if COUNTS == "last":
-            some = inside & (histogram > 0)
-            tl.atomic_add(line_ptr + 1 + expert, histogram, mask=some, sem="relaxed")
-            tl.debug_barrier()  # the ticket below releases what every thread has added
-            if tl.atomic_add(line_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                total = tl.atomic_xchg(line_ptr + 1 + expert, 0, mask=inside, sem="relaxed")
-                tl.store(counts_ptr + expert, total, mask=inside)
-                tl.atomic_xchg(line_ptr, 0, sem="relaxed")
+    if COUNTS == "store":
+        tl.store(counts_ptr + expert, histogram, mask=inside)
+    if COUNTS == "add":
+        some = inside & (histogram > 0)
+        tl.atomic_add(counts_ptr + expert, histogram, mask=some, sem="relaxed")
+    if COUNTS == "last":
+        # one addition brings the count and, in the high bits, the arrival of this program
+        seen = tl.atomic_add(line_ptr + expert, histogram + ARRIVAL, mask=inside, sem="relaxed")
+        last = inside & (seen // ARRIVAL == tl.num_programs(0) - 1)
+        tl.store(counts_ptr + expert, seen % ARRIVAL + histogram, mask=last)
+        tl.store(line_ptr + expert, 0, mask=last)
 
 
 def _check(logits: torch.Tensor, spec, bias, counts) -> None:
@@ -152,13 +161,6 @@ def _check(logits: torch.Tensor, spec, bias, counts) -> None:
             f"counts: expected int32 of shape ({num_experts},), "
             f"found {counts.dtype} of {tuple(counts.shape)}"
         )
-
-
-def _rows_per_program(num_tokens: int, width: int) -> int:
-    """Several tokens a warp hide the reductions' latency once every SM has enough warps."""
-    if width > 512 or num_tokens <= 132 * 8:
-        return 1
-    return 2 if num_tokens <= 132 * 32 or width == 512 else 4
 
 
 def router_topk(
@@ -189,18 +191,22 @@ def router_topk(
         return RouterOutput(ids, weights, counts.zero_() if mode == "store" else counts)
     groups = triton.next_power_of_2(spec.num_groups)
     group = triton.next_power_of_2(num_experts // spec.num_groups)
-    rows = _rows_per_program(num_tokens, groups * group)
-    blocks = triton.cdiv(num_tokens, rows)
-    programs = min(blocks, _PROGRAMS_PER_SM * sm_count(device) if logits.is_cuda else _CPU_PROGRAMS)
-    line = counts
+    most = _PROGRAMS_PER_SM * sm_count(device) if logits.is_cuda else _CPU_PROGRAMS
+    programs = min(num_tokens, most)
+    line = None
     if mode == "store" and programs > 1:
-        mode, line = "last", zeroed_line(device, num_experts + 1)
+        if num_tokens < _ARRIVAL:
+            mode, line = "last", zeroed_line(device, num_experts)
+        else:
+            mode = "add"
+            counts.zero_()
     _router_topk_kernel[(programs,)](
         logits, bias, ids, weights, counts, line,
-        num_tokens, num_experts, spec.num_groups, logits.stride(0), spec.scale,
-        SCORE=spec.score, HAS_BIAS=bias is not None, RENORMALIZE=spec.renormalize, COUNTS=mode,
-        K=top_k, KP=triton.next_power_of_2(top_k), TOP_GROUPS=spec.top_groups,
-        CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
-        GROUPS=groups, GROUP=group, ROWS=rows, num_warps=1 if groups * group <= 1024 else 4,
+        num_tokens, logits.stride(0), spec.scale, E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
+        STEPS=num_tokens <= _STEPS_UP_TO,
+        K=top_k, KP=triton.next_power_of_2(top_k), NUM_GROUPS=spec.num_groups,
+        TOP_GROUPS=spec.top_groups, CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
+        GROUPS=groups, GROUP=group, ARRIVAL=_ARRIVAL,
+        num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
     return RouterOutput(ids, weights, counts)

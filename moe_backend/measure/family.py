@@ -146,11 +146,15 @@ def environment() -> dict[str, str]:
 
 def vllm_operators():
     """vLLM's compiled MoE operators, or None where they are not installed."""
-    try:
-        import vllm._moe_C  # noqa: F401
-    except ImportError:
-        return None
-    return torch.ops._moe_C
+    from importlib import import_module
+
+    for name in ("vllm._moe_C_stable_libtorch", "vllm._moe_C"):  # before and after a rename
+        try:
+            import_module(name)
+        except ImportError:
+            continue
+        return torch.ops._moe_C
+    return None
 
 
 def differs(name: str, out: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
