@@ -48,15 +48,16 @@ def command(
     except ValueError as error:
         fail(str(error))
     options = {"rounds": rounds, "seed": seed, "together": together, "args": server_arg}
+    from moe_backend.cli.interrupt import ending
     from moe_backend.cli.progress import LiveProgress
 
     try:
-        with LiveProgress() as progress:
+        with ending("every server is stopped"), LiveProgress() as progress:
             report = _run(model, compare, compare_model, loads, options, out, progress)
-    except (ServerError, LoadError, ValueError, FileNotFoundError) as error:
-        fail(f"{error}\nThe servers' logs are in {out.absolute()}.")
-    except KeyboardInterrupt:
-        fail("interrupted; both servers are stopped", code=130)
+    except (ServerError, LoadError) as error:
+        fail(f"{error}\nThe servers' logs are in {out.absolute()}.", code=1)
+    except (ValueError, OSError) as error:
+        fail(str(error))
     from moe_backend.measure.report import write_report
 
     paths = write_report(out, report)

@@ -21,7 +21,7 @@ def load_table(load: dict[str, Any]) -> Table:
     """Both sides under each other for every rate, then the ratio with its spread."""
     table = Table(title="Under load (times in ms)", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("req/s")
-    table.add_column("server")
+    table.add_column("server", no_wrap=True)
     for head, _ in NUMBERS:
         table.add_column(head, justify="right", no_wrap=True)
     for one in load["loads"]:
@@ -38,4 +38,4 @@ def load_table(load: dict[str, Any]) -> Table:
 
 
 def _ratio(one: dict[str, float]) -> str:
-    return f"[bold]{one['median']:.2f}×[/]\n[dim]{one['low']:.3g}–{one['high']:.3g}[/]"
+    return f"[bold]{one['median']:.2f}×[/]\n[dim]{one['low']:.2f}–{one['high']:.2f}[/]"

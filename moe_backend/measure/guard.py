@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one command and sees to it that nothing of it outlives its owner.
 
-``python -m moe_backend.measure.guard [--grace SECONDS] -- COMMAND ARG…``
+``python -m moe_backend.measure.guard [--grace SECONDS] [--remove FOLDER]… -- COMMAND ARG…``
 
 The owner holds the other end of standard input. When that pipe closes, however the owner ended
 (return, exception, Ctrl-C, SIGTERM, even SIGKILL), or when a signal comes, the command is asked to
@@ -9,6 +9,7 @@ stop with SIGTERM, and after the grace every descendant is killed. Descendants c
 new session or a double fork: the guard adopts orphans (a "child subreaper"). Helpers that unlink
 shared memory (Python's resource tracker) are let live until they have done so; segments that a
 killed process still leaves in /dev/shm are removed by name, only those its own processes had open.
+Folders named with ``--remove`` go too.
 
 Standard library only: it must start at once and work when everything else is broken. Linux only.
 """
@@ -20,6 +21,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,12 +154,17 @@ class Guard:
 def main() -> int:
     parser = argparse.ArgumentParser(description="run a command; end all of it with its owner")
     parser.add_argument("--grace", type=float, default=15.0, help="seconds before the kill")
+    parser.add_argument("--remove", action="append", default=[], help="folder of the command's own")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         print("guard: cannot adopt orphans on this kernel", file=sys.stderr)
-    return Guard(arguments.command, arguments.grace).run()
+    try:
+        return Guard(arguments.command, arguments.grace).run()
+    finally:
+        for folder in arguments.remove:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

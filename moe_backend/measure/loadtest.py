@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_backend.measure.server import PLUGIN_ARGS, POLL_S, OnStage, ServerError, VllmServer
+from moe_backend.measure.server import (
+    PLUGIN_ARGS,
+    POLL_S,
+    OnStage,
+    ServerError,
+    VllmServer,
+    without_plugin,
+)
 from moe_backend.measure.vllm_bench import PERCENTILES, Load, run_bench
 
 SERVER_ARGS = ("--no-enable-prefix-caching",)
@@ -242,5 +249,5 @@ def plugin_side(model: str, args: Sequence[str] = ()) -> Side:
 
 
 def default_side(model: str, args: Sequence[str] = ()) -> Side:
-    """Stock vLLM: no plugin of anybody is loaded."""
-    return Side("default", model, tuple(args), {"VLLM_PLUGINS": ""})
+    """Stock vLLM: our plugin is not even loaded."""
+    return Side("default", model, tuple(args), without_plugin())

