@@ -8,13 +8,16 @@
     w     = score[ids] / (sum + 1e-20 if renormalised) * scale
 
 Shapes: logits [T, E] (rows may be strided), bias [E]; ids, weights [T, k]; counts [E].
-Grid: persistent, one warp a program and ROWS tokens at a time, so that no reduction leaves the
-warp. Experts stand at column group * GROUP + member of the tile (GROUP a power of two), hence
-column order is id order. The chosen experts' logits are read again (from L1) for the weights: that
-is cheaper than carrying scores through k reductions.
+Grid: persistent, one warp a program and one token at a time, so that no reduction leaves the warp.
+Experts stand at column group * GROUP + member of the row (GROUP a power of two), hence column
+order is id order. Few tokens take k maximum reductions, whose latency is lowest. Many take the
+bisection of router_math.select_top, a third of the integer operations; its ids go through the
+output, which brings them together in k lanes, where each finds its rank. Either way the chosen
+logits are read again: cheaper than carrying scores along.
 
-The histogram of one block is stored outright; more blocks add into a zeroed line, and the last one
-moves the sums out and leaves zeros behind. With a caller's ``counts`` the blocks add into those.
+The histogram of a single program is stored outright. With more, each adds its counts and, in the
+high bits, its arrival to a line of zeros; whoever sees that all others have arrived stores the sum
+and leaves a zero behind. With a caller's ``counts`` the programs add into those.
 """
 
 from typing import NamedTuple
@@ -62,10 +65,11 @@ def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def _router_topk_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, line_ptr,
-    num_tokens, row_stride, scale, E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr, STEPS: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ARRIVAL: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, line_ptr, num_tokens, row_stride, scale,
+    E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
+    STEPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    ARRIVAL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = GROUPS * GROUP
     PER_GROUP: tl.constexpr = E // NUM_GROUPS
@@ -105,10 +109,7 @@ def _router_topk_kernel(
             tl.debug_barrier()
             ids = tl.load(out + slot, mask=slot < K, other=0)
         x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
-        if SCORE == "softmax":
-            weights = tl.exp(x - peak) * inverse
-        else:
-            weights = pointwise_score(x, SCORE)
+        weights = tl.exp(x - peak) * inverse if SCORE == "softmax" else pointwise_score(x, SCORE)
         place = slot
         if not STEPS:  # rising ids so far: the rank by key is the place
             key = weights
@@ -202,10 +203,11 @@ def router_topk(
             counts.zero_()
     _router_topk_kernel[(programs,)](
         logits, bias, ids, weights, counts, line,
-        num_tokens, logits.stride(0), spec.scale, E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
-        STEPS=num_tokens <= _STEPS_UP_TO,
-        K=top_k, KP=triton.next_power_of_2(top_k), NUM_GROUPS=spec.num_groups,
-        TOP_GROUPS=spec.top_groups, CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
+        num_tokens, logits.stride(0), spec.scale,
+        E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
+        STEPS=num_tokens <= _STEPS_UP_TO, K=top_k, KP=triton.next_power_of_2(top_k),
+        NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
+        CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
         GROUPS=groups, GROUP=group, ARRIVAL=_ARRIVAL,
         num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
