@@ -46,7 +46,7 @@ def ttft_distribution(load: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     rates = [one["rate"] for one in load["loads"]]
-    figure = Figure(figsize=(4.6 * max(len(rates), 2), 3.2), layout="constrained")
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
     axes = figure.subplots(1, len(rates), squeeze=False)[0]
     for axis, rate in zip(axes, rates, strict=True):
         for name, colour in colours(load).items():
@@ -129,8 +129,9 @@ def ratios(load: dict[str, Any]) -> Any:
 def _plain_ticks(axis: Any, values: list[float]) -> None:
     """Ticks at round ratios instead of powers of ten."""
     low, high = min([*values, 1]) * 0.92, max([*values, 1]) * 1.09
-    steps = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5)
-    ticks = [s for s in (*steps, 2, 3, 5, 10, 20, 50, 100) if low <= s <= high]
+    wide = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+    close = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.7, 2)
+    ticks = [s for s in (wide if high > 3 * low else close) if low <= s <= high]
     axis.set_xlim(low, high)
     axis.set_xticks(ticks, [f"{t:g}×" for t in ticks])
 

@@ -34,6 +34,7 @@ th { color: var(--soft); font-weight: 600; font-size: 13px }
 th.l, td.l { text-align: left } tr:last-child td { border-bottom: 0 }
 tr.second td { color: var(--accent) } svg { width: 100%; height: auto; display: block }
 code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere }
+code.n { white-space: nowrap }
 """.strip()
 
 
@@ -170,7 +171,7 @@ def _status_section(status: dict[str, Any]) -> str:
     rows = []
     for worker in status.get("workers", []):
         for row in worker["layers"]:
-            words = [str(worker["rank"]), f"<code>{escape(row['layer'])}</code>"]
+            words = [str(worker["rank"]), f"<code class=n>{escape(row['layer'])}</code>"]
             said = (row["backend"], row["reason"], row.get("routing", ""))
             rows.append([*words, *(escape(str(text)) for text in said)])
     heads = ["rank", "layer", "runs on", "why", "routing"]
