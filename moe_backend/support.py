@@ -196,12 +196,9 @@ ENGINE_ALL2ALL = ("allgather_reducescatter", "naive")
 
 
 def supports_parallelism(
-    *, all2all: str | None = None, dbo: bool = False, elastic: bool = False, transport: str = "auto"
+    *, all2all: str | None = None, dbo: bool = False, elastic: bool = False
 ) -> Support:
-    """``all2all`` is the engine's all-to-all backend, None when tokens do not travel.
-
-    ``transport`` is MOE_BACKEND_EP.
-    """
+    """``all2all`` is the engine's all-to-all backend, None when tokens do not travel."""
     if dbo:
         return Support(
             False, "dual-batch overlap is not supported. Drop --enable-dbo (and --ubatch-size)"
@@ -215,12 +212,6 @@ def supports_parallelism(
             False,
             f"--all2all-backend {all2all} hands tokens to the engine's own kernels in a layout of "
             f"its own. Use --all2all-backend {ENGINE_ALL2ALL[0]}",
-        )
-    if all2all is not None and transport not in ("auto", "engine"):
-        return Support(
-            False,
-            f"MOE_BACKEND_EP={transport} is not available inside the engine in this version. "
-            "Unset it: tokens then travel by the engine's all-gather and reduce-scatter",
         )
     return YES
 
@@ -259,3 +250,51 @@ def supports_config(config: KernelConfig, shape: MoEShape) -> Support:
                 False, f"{name}: {used} bytes of shared memory exceed {SHARED_MEMORY} of a CTA"
             )
     return YES
+
+
+def supports_transport(
+    transport: str, *, platform: str, expert_parallel: bool, graphs: bool, replicated: bool = False
+) -> Support:
+    """How tokens travel between ranks; asked only when they do.
+
+    ``transport`` is MOE_BACKEND_EP, ``graphs`` whether CUDA graphs are captured, ``replicated``
+    whether the ranks of a tensor-parallel group hold the same tokens.
+    """
+    name = f"MOE_BACKEND_EP={transport}"
+    if platform == "cpu":
+        if not expert_parallel:
+            return Support(
+                False,
+                "data parallelism that cuts experts needs an all-gather of unequal sizes, which "
+                "vLLM does not have on a CPU. Add --enable-expert-parallel",
+            )
+        if transport != "auto":
+            return Support(False, f"{name} needs CUDA. Unset it: on a CPU tokens travel over gloo")
+    own = transport in ("symm", "nccl")
+    if own and not expert_parallel:
+        return Support(False, f"{name} needs whole experts. Add --enable-expert-parallel")
+    if replicated and (own or platform == "cpu"):
+        return Support(
+            False,
+            "the ranks of a tensor-parallel group hold the same tokens in this model, which our "
+            "exchange would send several times. Use --tensor-parallel-size 1 with data parallelism"
+            + ("" if platform == "cpu" else " or MOE_BACKEND_EP=engine"),
+        )
+    if transport == "nccl" and graphs:
+        return Support(
+            False,
+            f"{name} reads counts on the host, which CUDA graphs cannot capture. "
+            "Add --enforce-eager or use MOE_BACKEND_EP=symm",
+        )
+    return YES
+
+
+def supports_expert_division(num_experts: int, ep_size: int) -> Support:
+    """Our exchange gives every rank the same number of experts."""
+    if num_experts % ep_size == 0:
+        return YES
+    return Support(
+        False,
+        f"{num_experts} experts cannot be shared equally by {ep_size} ranks. Use a number of ranks "
+        "that divides them, redundant experts that fill up, or MOE_BACKEND_EP=engine",
+    )

@@ -21,6 +21,7 @@ TESTED = "0.26, 0.29 and 0.33"
 _LAYERS = "vllm.model_executor.layers"
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config": ("VllmConfig", "get_current_vllm_config_or_none"),
+    "vllm.distributed": ("get_ep_group",),
     "vllm.envs": ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY",),
     "vllm.logger": ("init_logger",),
     "vllm.platforms": ("current_platform",),
@@ -169,3 +170,21 @@ def simulated_routing() -> str:
 def router_of(layers: dict[str, Any], layer_name: str) -> Any | None:
     """The engine's router of a layer; ``layers`` is the engine's map from name to runner."""
     return getattr(layers.get(layer_name), "router", None)
+
+
+def expert_group(on_cpu: bool) -> Any:
+    """The process group over which a layer's experts are spread."""
+    from vllm.distributed import get_ep_group
+
+    group = get_ep_group()
+    return group.cpu_group if on_cpu else group.device_group
+
+
+def gather_from_experts(word: str) -> list[str]:
+    """``word`` of every rank of the expert group. Collective."""
+    import torch.distributed as dist
+
+    group = expert_group(on_cpu=True)
+    words: list[Any] = [None] * group.size()
+    dist.all_gather_object(words, word, group=group)
+    return words

@@ -3,8 +3,11 @@
 
 Two forms, decided when weights have been loaded. *Monolithic*: the engine hands over raw logits
 and one operator routes and computes. *Modular*: the engine routes (EPLB, routing simulation,
-routers of a model's own) and hands over expert ids. In both the engine moves tokens between ranks
-before us and reduces after us, so one code serves TP, EP and DP.
+routers of a model's own) and hands over expert ids.
+
+Where a rank's tokens need experts of other ranks, our own exchange takes them there and back, or
+the engine moves tokens before us and reduces after us. Under tensor parallelism (with or without
+whole experts) tokens stay and the engine reduces.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from vllm.model_executor.layers.fused_moe import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from moe_backend import envs, pipeline, support
+from moe_backend import envs, ops, pipeline, support
+from moe_backend.distributed import EPConfig
 from moe_backend.types import BLOCK, FP8, Activation, ExpertWeights, MoEShape, Routing
-from moe_backend.vllm_plugin import METHOD, checks, compat, routing, status
+from moe_backend.vllm_plugin import METHOD, checks, compat, exchange, routing, status
 
 logger = compat.logger()
 
@@ -46,8 +50,7 @@ def layer_refusals(layer: Any) -> list[str]:
     """Every reason why this layer cannot run on our kernels, as it was built on this rank."""
     moe, shape = layer.moe_config, shape_of(layer)
     parallel = moe.moe_parallel_config
-    config = get_current_vllm_config_or_none()
-    engine = checks.EngineFacts.of(config)
+    engine = checks.EngineFacts.of(get_current_vllm_config_or_none())
     whole = support.supports_expert_layout(moe.intermediate_size)
     cut = support.supports_tensor_parallel(shape.hidden, moe.intermediate_size, parallel.tp_size)
     name, capability = compat.platform()
@@ -65,12 +68,41 @@ def layer_refusals(layer: Any) -> list[str]:
             all2all=parallel.all2all_backend if parallel.use_all2all_kernels else None,
             dbo=engine.dbo,
             elastic=engine.elastic,
-            transport=envs.load().ep,
         ),
         support.supports_shape(shape),
         cut if whole.ok else whole,
+        *_travel_answers(layer, engine, name),
     ]
     return [answer.reason for answer in answers if not answer.ok]
+
+
+def _travels(moe: Any) -> bool:
+    """Whether tokens of this rank need experts of other ranks."""
+    return moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel
+
+
+def _replicated(moe: Any) -> bool:
+    """Whether a tensor-parallel group's ranks bring the same tokens to the layer."""
+    config = get_current_vllm_config_or_none()
+    tensor_parallel = config.parallel_config.tensor_parallel_size if config else 1
+    return tensor_parallel > 1 and not moe.is_sequence_parallel
+
+
+def _travel_answers(layer: Any, engine: checks.EngineFacts, platform: str) -> list[support.Support]:
+    moe, setting = layer.moe_config, envs.load().ep
+    if not _travels(moe):
+        return []
+    use_ep = moe.moe_parallel_config.use_ep
+    answer = support.supports_transport(
+        setting,
+        platform=platform,
+        expert_parallel=use_ep,
+        graphs=engine.graphs,
+        replicated=_replicated(moe),
+    )
+    if not use_ep or (platform == "cuda" and setting in ("auto", "engine")):
+        return [answer]
+    return [answer, support.supports_expert_division(moe.num_experts, moe.ep_size)]
 
 
 class TmaFp8MoEMethod(FusedMoEMethodBase):
@@ -89,12 +121,18 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self._captured = bool(getattr(model, "enable_return_routed_experts", False))
         self._activation = Activation(limit=layer.swiglu_limit)
         self._plan = routing.engine_routes("weights are not loaded yet")
+        self._exchange: int | None = None  # ours; None: the engine moves tokens, if they move
 
     # What the engine asks a method.
 
     @property
     def is_monolithic(self) -> bool:
         return self._plan.spec is not None
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """True makes the engine's runner leave dispatch and combine to us."""
+        return self._exchange is not None
 
     @property
     def supports_eplb(self) -> bool:
@@ -144,6 +182,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self._plan = routing.plan(
             layer, router, simulated=compat.simulated_routing(), captured=self._captured
         )
+        self._exchange = self._plan_exchange(layer)
         own, words = self._plan.spec is not None, self._plan.reason
         logger.info_once(
             "%s: MoE layers run on moe_backend; %s selects the experts (%s)",
@@ -152,6 +191,22 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             words,
         )
         self._record(layer, f"{'moe_backend' if own else 'engine'}: {words}")
+
+    def _plan_exchange(self, layer: Any) -> int | None:
+        moe = self.moe
+        if not (_travels(moe) and moe.use_ep):
+            return None
+        platform, _ = compat.platform()
+        transport = exchange.transport(envs.load().ep, platform, _replicated(moe))
+        if transport == exchange.ENGINE or moe.num_experts % moe.ep_size:
+            return None
+        config = EPConfig(
+            num_experts=moe.num_experts,
+            hidden=moe.hidden_dim,
+            top_k=moe.experts_per_token,
+            max_tokens=moe.max_num_tokens,
+        )
+        return exchange.register(config, transport, layer.expert_map)
 
     def _record(self, layer: Any, words: str) -> None:
         parallel = self.moe.moe_parallel_config
@@ -167,7 +222,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
                 ep={
                     "size": parallel.ep_size,
                     "rank": parallel.ep_rank,
-                    "transport": "engine" if parallel.use_all2all_kernels else "none",
+                    "transport": exchange.describe(self._exchange, _travels(self.moe)),
                 },
             ),
         )
@@ -183,12 +238,18 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         **_: Any,
     ) -> torch.Tensor:
         """Raw logits to the routed experts' output, a fresh tensor."""
-        assert self._plan.spec is not None  # is_monolithic
+        spec = self._plan.spec
+        assert spec is not None  # is_monolithic
+        if self._exchange is not None:
+            ids, weights, _counts = torch.ops.moe_backend.router_topk(
+                router_logits, layer.e_score_correction_bias, *ops.flat(spec)
+            )
+            return self._exchanged(layer, x, ids, weights)
         return pipeline.moe_layer(
             x,
             router_logits,
             _weights(layer),
-            self._plan.spec,
+            spec,
             bias=layer.e_score_correction_bias,
             activation=self._activation,
             expert_map=layer.expert_map,
@@ -205,6 +266,8 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         **_: Any,
     ) -> torch.Tensor:
         """The engine's selection (physical ids) to the routed experts' output."""
+        if self._exchange is not None:
+            return self._exchanged(layer, x, topk_ids, topk_weights)
         return pipeline.fused_experts(
             x,
             Routing(topk_ids, topk_weights, layer.global_num_experts),
@@ -212,6 +275,12 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             activation=self._activation,
             expert_map=layer.expert_map,
         )
+
+    def _exchanged(
+        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._exchange is not None
+        return exchange.run(x, (ids, weights), _weights(layer), self._exchange, self._activation)
 
 
 def _weights(layer: Any) -> ExpertWeights:

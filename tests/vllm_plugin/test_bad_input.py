@@ -5,6 +5,7 @@ Through vLLM's own argument parsing, so that what a user would see is what is te
 """
 
 import json
+import re
 
 import pytest
 
@@ -166,11 +167,27 @@ def test_all_reasons_come_at_once():
         checks.refuse(reasons)
 
 
-def test_own_transport_is_not_promised(monkeypatch):
-    monkeypatch.setenv("MOE_BACKEND_EP", "symm")
-    engine = checks.EngineFacts(ep_size=2, all2all="allgather_reducescatter")
-    (reason,) = checks.model_refusals(checks.ModelFacts(), engine, ("cpu", None))
-    assert "MOE_BACKEND_EP=symm" in reason and "Unset it" in reason
+@pytest.mark.parametrize(
+    "setting, facts, platform, message",
+    [
+        ("symm", {"ep_size": 2}, "cpu", "MOE_BACKEND_EP=symm needs CUDA. Unset it"),
+        ("engine", {"ep_size": 2}, "cpu", "MOE_BACKEND_EP=engine needs CUDA. Unset it"),
+        ("auto", {"tp_size": 2}, "cpu", "all-gather of unequal sizes.*--enable-expert-parallel"),
+        ("symm", {"tp_size": 2}, "cuda", "needs whole experts. Add --enable-expert-parallel"),
+        ("nccl", {"ep_size": 2}, "cuda", "CUDA graphs cannot capture. Add --enforce-eager"),
+        ("nccl", {"ep_size": 2, "graphs": False}, "cuda", ""),
+        ("auto", {"ep_size": 2}, "cpu", ""),
+        ("symm", {"ep_size": 2}, "cuda", ""),
+        ("engine", {"tp_size": 2}, "cuda", ""),
+    ],
+)
+def test_transport_is_checked(monkeypatch, setting, facts, platform, message):
+    monkeypatch.setenv("MOE_BACKEND_EP", setting)
+    engine = checks.EngineFacts(travels=True, **facts)
+    where = (platform, (9, 0) if platform == "cuda" else None)
+    reasons = checks.model_refusals(checks.ModelFacts(), engine, where)
+    assert bool(reasons) == bool(message)
+    assert not message or re.search(message, reasons[0])
 
 
 def test_models_without_experts_only_warn():
