@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 console = Console()  # results for people
 progress_console = Console(stderr=True)  # progress, notes and errors
@@ -22,5 +23,6 @@ def emit_json(obj: Any) -> None:
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the command with a message that says what, why and what to do; no traceback."""
-    progress_console.print(f"[bold red]error:[/] {message}", highlight=False)
+    # Escaped: "[rows, columns]" in a message is text, not a style.
+    progress_console.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
     raise typer.Exit(code)

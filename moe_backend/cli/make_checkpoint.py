@@ -45,14 +45,18 @@ def command(
     """Write a seeded FP8 checkpoint that vLLM and transformers read."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+    from moe_backend.cli.interrupt import ending
     from moe_backend.measure import checkpoint
 
     try:
         overrides = parse_assignments(assignments)
         columns = ("[progress.description]{task.description}", BarColumn(), DownloadColumn())
-        with Progress(
-            *columns, TimeRemainingColumn(), console=progress_console, transient=True
-        ) as bar:
+        with (
+            ending("nothing was written"),
+            Progress(
+                *columns, TimeRemainingColumn(), console=progress_console, transient=True
+            ) as bar,
+        ):
             task = bar.add_task("writing weights", total=None)
             folder = checkpoint.write_checkpoint(
                 path,

@@ -67,6 +67,7 @@ def command(
     """Compare our outputs with the default backend's, layer by layer and token by token."""
     from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
+    from moe_backend.cli.interrupt import ending
     from moe_backend.envs import SettingsError
     from moe_backend.measure import parity
     from moe_backend.measure.model_config import ModelError
@@ -85,7 +86,10 @@ def command(
             timeout=timeout,
         )
         columns = ("[progress.description]{task.description}", BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=progress_console, transient=True) as bar:
+        with (
+            ending("the engines are ended"),
+            Progress(*columns, console=progress_console, transient=True) as bar,
+        ):
             task = bar.add_task("reading the model", total=1.0)
             report = parity.run_parity(
                 request,

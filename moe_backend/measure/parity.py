@@ -75,6 +75,7 @@ def run_parity(
     started = time.monotonic()
     model = model_config.read_model(request.model)
     _check_model(model)
+    envs.load()  # a wrong variable is said here, not in an engine's log
     folder = model_config.find_folder(request.model, weights=True)
     store = tensor_store.TensorStore(folder)
     default_model = _default_model(request, folder, on_progress)

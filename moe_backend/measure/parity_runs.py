@@ -41,8 +41,6 @@ def run_engine(
     side: str, job: dict[str, Any], work: Path, timeout: float, on_progress: OnProgress
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One engine in a guarded subprocess; its result and its activations."""
-    from safetensors.torch import load_file
-
     folder = work / side
     folder.mkdir()
     file, log = folder / "job.json", folder / "engine.log"
@@ -66,6 +64,13 @@ def run_engine(
     if process.returncode or not (folder / "result.json").exists():
         cause = server_log.describe_failure(log)
         raise ParityError(f"the {side} engine failed: {cause}\n(whole log: {log})")
+    return load_result(folder)
+
+
+def load_result(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What parity_engine left in ``folder``: its result and its activations."""
+    from safetensors.torch import load_file
+
     result = json.loads((folder / "result.json").read_text())
     return result, load_file(folder / "activations.safetensors")
 

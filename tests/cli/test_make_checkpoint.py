@@ -48,6 +48,11 @@ def test_bad_input_is_a_message_and_exit_code_2(tmp_path, args):
     assert "Traceback" not in result.output and not list(tmp_path.iterdir())
 
 
+def test_brackets_of_a_message_are_not_taken_for_a_style(tmp_path):
+    result = run(tmp_path / "m", "--set", "quantization_config.weight_block_size=[128]")
+    assert "[rows, columns]" in result.stderr
+
+
 def test_values_are_json_or_text():
     assert parse_assignments(["a=1", "b=null", "c=[1,2]", "d=text"]) == {
         "a": 1,
