@@ -6,6 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +23,12 @@ from moe_backend.measure.checkpoint import write_checkpoint
 
 def run(*args):
     return CliRunner().invoke(app, ["parity", *map(str, args)])
+
+
+@pytest.fixture(autouse=True)
+def _private_temp(tmp_path, monkeypatch):
+    """A failed comparison keeps its logs; those of the tests go away with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +109,21 @@ def test_engine_that_takes_too_long_is_ended(model, tmp_path, monkeypatch):
     result = run("--model", model, "--timeout", 1)
     assert result.exit_code == 2 and "longer than 1 s" in result.stderr
     assert not guard.children_of(os.getpid())
+
+
+@pytest.mark.serving
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interruption_ends_the_engines(model, tmp_path, number, code):
+    command = [sys.executable, "-m", "moe_backend.cli.main", "parity", "--model", str(model)]
+    environment = os.environ | {"MOE_BACKEND_CACHE_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not (engines := guard.children_of(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert "the engines are ended" in process.communicate(timeout=60)[1]
+        assert process.returncode == code and engines
+    assert not [pid for pid in engines if os.path.exists(f"/proc/{pid}")]
 
 
 def test_models_that_cannot_be_compared(tmp_path):
