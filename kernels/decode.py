@@ -62,7 +62,9 @@ def _decode_up_kernel(
         col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_ptr + (route // top_k).to(tl.int64) * K + col, mask=col < K, other=0.0)
         q, scale = quantise(x.to(tl.float32), 1)
-        acc += _rows_dot(w_ptr, w_scale_ptr, q, scale, row_at, scale_at, col, group, row < 2 * inter, K)
+        acc += _rows_dot(
+            w_ptr, w_scale_ptr, q, scale, row_at, scale_at, col, group, row < 2 * inter, K
+        )
     tl.store(h_ptr + route * 2 * inter + row, acc, mask=row < 2 * inter)
 
 
@@ -95,7 +97,16 @@ def _decode_down_kernel(
             up = tl.load(at + inter, mask=live & (col < inter), other=0.0)
             q, scale = quantise(swiglu(gate, up, alpha, limit, LIMITED), 1)
             y += _rows_dot(
-                w_ptr, w_scale_ptr, q, scale, row_at, scale_at, col, group, live & (out_col < hidden), inter
+                w_ptr,
+                w_scale_ptr,
+                q,
+                scale,
+                row_at,
+                scale_at,
+                col,
+                group,
+                live & (out_col < hidden),
+                inter,
             )
         weight = tl.load(weight_ptr + route)
         total += tl.where(live, weight, 0.0) * y.to(tl.bfloat16).to(tl.float32)

@@ -53,15 +53,23 @@ class Operands:
         scale_shape = (rows, groups) if self.by_token else (groups, rows)
         for name, t in (("a", self.a), ("b", self.b)):
             if t.dtype != torch.float8_e4m3fn or not t.is_contiguous():
-                raise ValueError(f"{name}: expected contiguous float8_e4m3fn, found {t.dtype} with strides {t.stride()}")
+                raise ValueError(
+                    f"{name}: expected contiguous float8_e4m3fn, found {t.dtype} with strides {t.stride()}"
+                )
             if t.data_ptr() % 16 or t.shape[-1] % 16:
-                raise ValueError(f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at {t.data_ptr():#x}")
+                raise ValueError(
+                    f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at {t.data_ptr():#x}"
+                )
         if self.a.shape[1] != self.b.shape[2]:
-            raise ValueError(f"a: expected {self.b.shape[2]} columns as b has, found {self.a.shape[1]}")
+            raise ValueError(
+                f"a: expected {self.b.shape[2]} columns as b has, found {self.a.shape[1]}"
+            )
         if tuple(self.a_scale.shape) != scale_shape:
             raise ValueError(f"a_scale: expected {scale_shape}, found {tuple(self.a_scale.shape)}")
         if self.b_scale.shape[0] != self.b.shape[0] or self.b_scale.shape[2] != groups:
-            raise ValueError(f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], found {tuple(self.b_scale.shape)}")
+            raise ValueError(
+                f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], found {tuple(self.b_scale.shape)}"
+            )
 
 
 @triton.jit
@@ -116,8 +124,12 @@ def _up_kernel(
             a = a_desc.load([tile * BLOCK_M, k * 128])
             b0 = b_desc.load([first, k * 128])
             b1 = b_desc.load([first + inter, k * 128])
-            scale = tl.load(as_ptr + k * num_rows + rows, mask=(k < groups) & (rows < num_rows), other=0.0)
-            gate += _product(a, b0, scale, tl.load(gate_scale + k, mask=k < groups, other=0.0), SWAP)
+            scale = tl.load(
+                as_ptr + k * num_rows + rows, mask=(k < groups) & (rows < num_rows), other=0.0
+            )
+            gate += _product(
+                a, b0, scale, tl.load(gate_scale + k, mask=k < groups, other=0.0), SWAP
+            )
             up += _product(a, b1, scale, tl.load(up_scale + k, mask=k < groups, other=0.0), SWAP)
     h = swiglu(gate, up, alpha, limit, LIMITED)
     if PDL:
@@ -174,13 +186,23 @@ def _gemm_kernel(
             acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
 
 
-def _descriptors(x: Operands, block_m: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _descriptors(
+    x: Operands, block_m: int, block_n: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     b = x.b.view(-1, x.b.shape[2])
-    return TensorDescriptor.from_tensor(x.a, [block_m, 128]), TensorDescriptor.from_tensor(b, [block_n, 128])
+    return TensorDescriptor.from_tensor(x.a, [block_m, 128]), TensorDescriptor.from_tensor(
+        b, [block_n, 128]
+    )
 
 
 def grouped_gemm_swiglu(
-    x: Operands, plan: Schedule, tiles: Tiles, *, alpha: float = 1.0, limit: float | None = None, pdl: bool = False
+    x: Operands,
+    plan: Schedule,
+    tiles: Tiles,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The up projection with its epilogue: e4m3 [rows, I] and scales [cdiv(I, 128), rows].
 
@@ -201,7 +223,13 @@ def grouped_gemm_swiglu(
 
 
 def grouped_gemm(
-    x: Operands, plan: Schedule, tiles: Tiles, *, first_column: int = 0, out: torch.Tensor | None = None, pdl: bool = False
+    x: Operands,
+    plan: Schedule,
+    tiles: Tiles,
+    *,
+    first_column: int = 0,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """bf16 [rows, width]: columns ``first_column ...`` of A · B^T, all of them without ``out``."""
     n, k = x.b.shape[1:]
@@ -209,7 +237,9 @@ def grouped_gemm(
         out = torch.empty((plan.num_rows, n), dtype=torch.bfloat16, device=x.a.device)
     width = out.shape[1]
     if first_column % tiles.block_n or out.shape[0] != plan.num_rows:
-        raise ValueError(f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, found {tuple(out.shape)}")
+        raise ValueError(
+            f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, found {tuple(out.shape)}"
+        )
     if plan.num_rows:
         _gemm_kernel[(plan.num_rows // plan.align * triton.cdiv(width, tiles.block_n * tiles.span),)](
             *_descriptors(x, plan.align, tiles.block_n), x.a_scale, x.b_scale, plan.tile_expert, out,

@@ -233,9 +233,21 @@ def _produce(a_desc, b_desc, s_desc, ring, work, num_rows):
             full = ring.full.index(stage)
             mbarrier.expect(full, 3 * 128 * 128 + 512)
             tma.async_copy_global_to_shared(a_desc, [row, k * 128], full, ring.a.index(stage * 2))
-            tma.async_copy_global_to_shared(a_desc, [row + 64, k * 128], full, ring.a.index(stage * 2 + 1))
-            _load_b(b_desc, ring, work, stage, k, expert * work.N + block0 * 128, expert * work.N + block1 * 128)
-            tma.async_copy_global_to_shared(s_desc, [k * num_rows + row], full, ring.scale.index(stage))
+            tma.async_copy_global_to_shared(
+                a_desc, [row + 64, k * 128], full, ring.a.index(stage * 2 + 1)
+            )
+            _load_b(
+                b_desc,
+                ring,
+                work,
+                stage,
+                k,
+                expert * work.N + block0 * 128,
+                expert * work.N + block1 * 128,
+            )
+            tma.async_copy_global_to_shared(
+                s_desc, [k * num_rows + row], full, ring.scale.index(stage)
+            )
             stage, phase = ring.next(stage, phase)
 
 
@@ -266,7 +278,15 @@ def _produce_gathered(a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work):
             mbarrier.wait(ring.empty.index(stage), phase)
             full = ring.full.index(stage)
             mbarrier.expect(full, 2 * 128 * 128)
-            _load_b(b_desc, ring, work, stage, k, expert * work.N + block0 * 128, expert * work.N + block1 * 128)
+            _load_b(
+                b_desc,
+                ring,
+                work,
+                stage,
+                k,
+                expert * work.N + block0 * 128,
+                expert * work.N + block1 * 128,
+            )
             async_copy.async_copy_global_to_shared(ring.a.index(stage * 2), a0 + k * 128)
             if valid > 64:
                 async_copy.async_copy_global_to_shared(ring.a.index(stage * 2 + 1), a1 + k * 128)
@@ -276,7 +296,20 @@ def _produce_gathered(a_ptr, b_desc, s_ptr, row_route_ptr, top_k, ring, work):
 
 
 @gluon.jit
-def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr):
+def _multiply(
+    ring,
+    stage,
+    phase,
+    acc0,
+    acc1,
+    w0,
+    w1,
+    never,
+    dump,
+    CONSUMER: gl.constexpr,
+    GATHER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
     """One 128 of K into both accumulators."""
     ROWS: gl.constexpr = gl.SliceLayout(1, _MMA)
     zero = gl.zeros([64, 128], gl.float32, _MMA)
@@ -285,14 +318,18 @@ def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.
         fence_async_shared()
     a = ring.a.index(stage * 2 + CONSUMER)
     _take_turn(CONSUMER, TURNS)
-    p = warpgroup_mma(a, ring.b.index(stage * 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(
+        a, ring.b.index(stage * 2).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     _pass_turn(CONSUMER, TURNS)
     scale = ring.scale.index(stage).slice(CONSUMER * 64, 64).load(ROWS)
     p = warpgroup_mma_wait(0, deps=[p])
     acc0 += p * (scale * w0)[:, None]
     _pin(never, dump, acc0)
     _take_turn(CONSUMER, TURNS)
-    q = warpgroup_mma(a, ring.b.index(stage * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    q = warpgroup_mma(
+        a, ring.b.index(stage * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     _pass_turn(CONSUMER, TURNS)
     q = warpgroup_mma_wait(0, deps=[q])
     mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -301,7 +338,18 @@ def _multiply(ring, stage, phase, acc0, acc1, w0, w1, never, dump, CONSUMER: gl.
 
 
 @gluon.jit
-def _multiply_half(ring, stage, phase, acc0, acc1, w0, w1, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr):
+def _multiply_half(
+    ring,
+    stage,
+    phase,
+    acc0,
+    acc1,
+    w0,
+    w1,
+    CONSUMER: gl.constexpr,
+    GATHER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
     """One 128 of K of a tile with at most 64 rows: each consumer takes half of both column blocks."""
     zero = gl.zeros([64, 64], gl.float32, _HALF)
     mbarrier.wait(ring.full.index(stage), phase)
@@ -413,9 +461,13 @@ def _half_tile(
         gl.store(at + column_tile * 128, q, mask=inside)
     else:
         first = column_tile * 256
-        gl.store(at + first, acc0.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :])
+        gl.store(
+            at + first, acc0.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :]
+        )
         first += 128
-        gl.store(at + first, acc1.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :])
+        gl.store(
+            at + first, acc1.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :]
+        )
     return stage, phase
 
 
@@ -471,9 +523,13 @@ def _sm90_kernel(
     FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = 1 if FUSED else 2
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0]) if GATHER else gl.NVMMASharedLayout(0, 32, 1)
+    LINE: gl.constexpr = (
+        gl.SwizzledSharedLayout(1, 1, 1, [0]) if GATHER else gl.NVMMASharedLayout(0, 32, 1)
+    )
     ring = Ring(
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 64, 128], gl.NVMMASharedLayout(128, 8, 2)),
+        gl.allocate_shared_memory(
+            gl.float8e4nv, [STAGES * 2, 64, 128], gl.NVMMASharedLayout(128, 8, 2)
+        ),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 128, 128], b_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
@@ -521,10 +577,16 @@ def _sm90_kernel(
 
 
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
 
 
-def _launch(x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor | None, **extra) -> None:
+def _launch(
+    x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor | None, **extra
+) -> None:
     _, n, k = x.b.shape
     fused = c_scale is not None
     if plan.align != ALIGN or k % 128 or n % (256 if fused else 128):
@@ -549,7 +611,12 @@ def _launch(x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor 
 
 
 def grouped_gemm_swiglu(
-    x: Operands, plan: Schedule, *, alpha: float = 1.0, limit: float | None = None, turns: bool = True
+    x: Operands,
+    plan: Schedule,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    turns: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As grouped_gemm.grouped_gemm_swiglu; with ``x.by_token`` A's rows are gathered."""
     rows, inter = plan.num_rows, x.b.shape[1] // 2
@@ -560,7 +627,12 @@ def grouped_gemm_swiglu(
 
 
 def grouped_gemm(
-    x: Operands, plan: Schedule, *, first_column: int = 0, out: torch.Tensor | None = None, turns: bool = True
+    x: Operands,
+    plan: Schedule,
+    *,
+    first_column: int = 0,
+    out: torch.Tensor | None = None,
+    turns: bool = True,
 ) -> torch.Tensor:
     """As grouped_gemm.grouped_gemm."""
     if out is None:

@@ -58,13 +58,19 @@ def _launch(
     x: torch.Tensor, num_rows: int, route_row: torch.Tensor | None, by_token: bool, pdl: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.stride(-1) != 1 or not x.is_contiguous():
-        raise ValueError(f"x: expected a contiguous [num_tokens, hidden] tensor, found {tuple(x.shape)} strides {x.stride()}")
+        raise ValueError(
+            f"x: expected a contiguous [num_tokens, hidden] tensor, found {tuple(x.shape)} strides {x.stride()}"
+        )
     num_tokens, hidden = x.shape
     groups = triton.cdiv(hidden, GROUP)
     q = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((num_rows, groups) if by_token else (groups, num_rows), dtype=torch.float32, device=x.device)
+    scale = torch.empty(
+        (num_rows, groups) if by_token else (groups, num_rows), dtype=torch.float32, device=x.device
+    )
     copies = 0 if route_row is None else route_row.shape[1]
-    width = _GROUPS_PER_PROGRAM * (4 if num_tokens >= 512 else 1)  # bytes in flight against programs
+    width = _GROUPS_PER_PROGRAM * (
+        4 if num_tokens >= 512 else 1
+    )  # bytes in flight against programs
     if num_tokens and num_rows:
         _quant_kernel[(num_tokens, triton.cdiv(groups, width))](
             x, q, scale, route_row, hidden, num_rows, copies,
@@ -73,13 +79,17 @@ def _launch(
     return q, scale
 
 
-def quant_fp8(x: torch.Tensor, *, by_token: bool = True, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quant_fp8(
+    x: torch.Tensor, *, by_token: bool = True, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [num_tokens, hidden] -> e4m3 of the same shape; scales [num_tokens, groups], or transposed
     when not ``by_token``."""
     return _launch(x, x.shape[0], None, by_token, pdl)
 
 
-def quant_permute(x: torch.Tensor, route_row: torch.Tensor, num_rows: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quant_permute(
+    x: torch.Tensor, route_row: torch.Tensor, num_rows: int, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each token and write it to the rows of its routes.
 
     Args:

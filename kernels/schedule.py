@@ -46,7 +46,9 @@ def max_tiles(num_routes: int, num_experts: int, align: int) -> int:
 
 
 @triton.jit
-def _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E: tl.constexpr, MAPPED: tl.constexpr):
+def _load_experts(
+    ids_ptr, map_ptr, index, num_routes, num_global, E: tl.constexpr, MAPPED: tl.constexpr
+):
     """Local expert of each route, or -1."""
     e = tl.load(ids_ptr + index, mask=index < num_routes, other=-1)
     e = tl.where((e >= 0) & (e < num_global), e, -1)
@@ -63,18 +65,32 @@ def _earlier_equal(e, index, others, other_index):
 
 
 @triton.jit
-def _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, tiles, num_tiles, align, E: tl.constexpr, E_PAD: tl.constexpr):
+def _write_tiles(
+    counts,
+    tile_end,
+    tile_expert_ptr,
+    tile_rows_ptr,
+    tiles,
+    num_tiles,
+    align,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
     """Expert and valid rows of the tiles numbered ``tiles``."""
     experts = tl.arange(0, E_PAD)
     last = tl.where(experts < E, tile_end, 2147483647)
-    e = tl.sum((last[None, :] <= tiles[:, None]).to(tl.int32), axis=1)  # the first whose end lies beyond
+    e = tl.sum(
+        (last[None, :] <= tiles[:, None]).to(tl.int32), axis=1
+    )  # the first whose end lies beyond
     hit = experts[None, :] == e[:, None]
     end = tl.sum(tl.where(hit, tile_end[None, :], 0), axis=1)
     count = tl.sum(tl.where(hit, counts[None, :], 0), axis=1)
     left = count - (tiles - (end - (count + align - 1) // align)) * align
     live = e < E
     tl.store(tile_expert_ptr + tiles, tl.where(live, e, -1), mask=tiles < num_tiles)
-    tl.store(tile_rows_ptr + tiles, tl.where(live, tl.minimum(left, align), 0), mask=tiles < num_tiles)
+    tl.store(
+        tile_rows_ptr + tiles, tl.where(live, tl.minimum(left, align), 0), mask=tiles < num_tiles
+    )
 
 
 @triton.jit
@@ -95,7 +111,9 @@ def _schedule_kernel(
     """One launch: program p counts all routes, places routes and tiles of its share."""
     index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
-    everyone = _load_experts(ids_ptr, map_ptr, tl.arange(0, R_PAD), num_routes, num_global, E, MAPPED)
+    everyone = _load_experts(
+        ids_ptr, map_ptr, tl.arange(0, R_PAD), num_routes, num_global, E, MAPPED
+    )
     counts = tl.histogram(everyone, E_PAD, mask=everyone >= 0)
     rank = tl.zeros((RANKED,), tl.int32)
     for start in range(0, tl.minimum(R_PAD, (tl.program_id(0) + 1) * RANKED), CHUNK):
@@ -107,7 +125,17 @@ def _schedule_kernel(
     _put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align)
     tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
-        _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
+        _write_tiles(
+            counts,
+            tile_end,
+            tile_expert_ptr,
+            tile_rows_ptr,
+            start + tl.arange(0, TILES),
+            num_tiles,
+            align,
+            E,
+            E_PAD,
+        )
 
 
 @triton.jit
@@ -125,11 +153,21 @@ def _count_kernel(
         others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
         rank += _earlier_equal(e, index, others, other_index)
     tl.store(rank_ptr + index, rank, mask=index < num_routes)
-    tl.store(block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), tl.histogram(e, E_PAD, mask=e >= 0))
+    tl.store(
+        block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD),
+        tl.histogram(e, E_PAD, mask=e >= 0),
+    )
 
 
 @triton.jit
-def _scan_kernel(block_count_ptr, counts_ptr, num_blocks, E_PAD: tl.constexpr, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+def _scan_kernel(
+    block_count_ptr,
+    counts_ptr,
+    num_blocks,
+    E_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """Exclusive sums over blocks in place, and the totals, for ``EXPERTS`` experts a program."""
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -161,11 +199,25 @@ def _place_kernel(
     _put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align)
     tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
-        _write_tiles(counts, tile_end, tile_expert_ptr, tile_rows_ptr, start + tl.arange(0, TILES), num_tiles, align, E, E_PAD)
+        _write_tiles(
+            counts,
+            tile_end,
+            tile_expert_ptr,
+            tile_rows_ptr,
+            start + tl.arange(0, TILES),
+            num_tiles,
+            align,
+            E,
+            E_PAD,
+        )
 
 
 def schedule(
-    topk_ids: torch.Tensor, num_local_experts: int, align: int, *, expert_map: torch.Tensor | None = None
+    topk_ids: torch.Tensor,
+    num_local_experts: int,
+    align: int,
+    *,
+    expert_map: torch.Tensor | None = None,
 ) -> Schedule:
     """Order the routes by expert.
 
@@ -176,7 +228,9 @@ def schedule(
         expert_map: int32, global id -> local id or -1; without it ids are local.
     """
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
-        raise ValueError(f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}")
+        raise ValueError(
+            f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}"
+        )
     if expert_map is not None and expert_map.dtype != torch.int32:
         raise ValueError(f"expert_map: expected int32, found {expert_map.dtype}")
     num_routes, dev = topk_ids.numel(), topk_ids.device
@@ -203,10 +257,21 @@ def schedule(
     counts = block_count[blocks]
     tiles_per_program = sizes.pop("TILES")
     _count_kernel[(blocks,)](
-        topk_ids, expert_map, route_row, block_count, num_routes, num_global, BLOCK=_BLOCK, CHUNK=64, num_warps=8, **sizes
+        topk_ids,
+        expert_map,
+        route_row,
+        block_count,
+        num_routes,
+        num_global,
+        BLOCK=_BLOCK,
+        CHUNK=64,
+        num_warps=8,
+        **sizes,
     )
     experts = min(8, e_pad)
-    _scan_kernel[(e_pad // experts,)](block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts)
+    _scan_kernel[(e_pad // experts,)](
+        block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts
+    )
     _place_kernel[(blocks,)](
         topk_ids, expert_map, route_row, block_count, counts, row_route, *tiles, num_routes, num_global, num_tiles, align,
         BLOCK=_BLOCK, TILES=tiles_per_program, **sizes,

@@ -48,7 +48,9 @@ def unpermute_reduce(
     num_tokens, top_k = route_row.shape
     width, hidden = rows.shape[1], out.shape[1]
     if first_column + width > hidden:
-        raise ValueError(f"rows: columns {first_column} to {first_column + width} do not fit {hidden} columns of out")
+        raise ValueError(
+            f"rows: columns {first_column} to {first_column + width} do not fit {hidden} columns of out"
+        )
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width))
         _reduce_kernel[(num_tokens, triton.cdiv(width, block))](

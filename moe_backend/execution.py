@@ -96,9 +96,7 @@ def run_experts(
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
         if config.down.kernel == "gluon":
-            gg_sm90.grouped_gemm(
-                down, plan, first_column=first, out=rows, turns=config.down.turns
-            )
+            gg_sm90.grouped_gemm(down, plan, first_column=first, out=rows, turns=config.down.turns)
         else:
             gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
         unpermute_reduce(
@@ -111,6 +109,4 @@ def run_experts(
 def _tiles(gemm: GemmConfig):
     from moe_backend.kernels.grouped_gemm import Tiles
 
-    return Tiles(
-        gemm.block_n, gemm.num_warps, gemm.num_stages, gemm.swap, gemm.unroll, gemm.span
-    )
+    return Tiles(gemm.block_n, gemm.num_warps, gemm.num_stages, gemm.swap, gemm.unroll, gemm.span)

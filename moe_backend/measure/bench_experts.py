@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +13,16 @@ import torch
 from moe_backend import reference
 from moe_backend.measure import peers, timing
 from moe_backend.measure.roofline import Roofline, experts_roofline
-from moe_backend.types import BLOCK, FP8, Activation, ExpertWeights, MoEShape, Routing, cdiv
+from moe_backend.types import (
+    BLOCK,
+    FP8,
+    Activation,
+    ExpertWeights,
+    KernelConfig,
+    MoEShape,
+    Routing,
+    cdiv,
+)
 
 SHAPES = {
     "deepseek-v3-tp8": MoEShape(256, 256, 7168, 256, 8),
@@ -35,6 +44,7 @@ class Case:
     weights: ExpertWeights
     inputs: list[tuple[torch.Tensor, Routing]]
     roofline: Roofline
+    expert_map: torch.Tensor | None = None
 
 
 @dataclass
@@ -43,16 +53,23 @@ class Row:
     tokens: int
     load: str
     roofline_us: float
+    flops: int = 0
+    weight_bytes: int = 0
     us: dict[str, dict[str, float]] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def ratio(self, peer: str, ours: str = "ours") -> float | None:
-        if ours in self.us and peer in self.us:
-            return self.us[peer]["p50"] / self.us[ours]["p50"]
+    def ratio(self, peer: str) -> float | None:
+        """How many times faster than ``peer``."""
+        if "ours" in self.us and peer in self.us:
+            return self.us[peer]["p50"] / self.us["ours"]["p50"]
         return None
+
+    def as_dict(self) -> dict[str, Any]:
+        ratios = {p: round(r, 3) for p in peers.PEERS if (r := self.ratio(p)) is not None}
+        return {**asdict(self), "times_faster_than": ratios}
 
 
 def random_weights(shape: MoEShape, seed: int = 0) -> ExpertWeights:
@@ -79,34 +96,54 @@ def random_weights(shape: MoEShape, seed: int = 0) -> ExpertWeights:
     )
 
 
-def random_routing(shape: MoEShape, tokens: int, load: str, seed: int) -> Routing:
-    """Distinct experts for every token; Zipf (s=1) over a random order of the experts."""
+def random_routing(
+    shape: MoEShape, tokens: int, load: str, seed: int, popularity: Sequence[float] | None = None
+) -> Routing:
+    """Distinct experts for every token: all alike, by Zipf (s=1) over a random order, or by
+    ``popularity``. Ids are global; under expert parallelism this rank is the first."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    experts = shape.num_local_experts
-    popularity = torch.ones(experts, device="cuda")
-    if load == "zipf":
+    experts = shape.num_experts
+    likely = torch.ones(experts, device="cuda")
+    if popularity is not None:
+        likely = torch.tensor(popularity, device="cuda") + 1e-9
+    elif load == "zipf":
         order = torch.randperm(experts, generator=generator, device="cuda")
-        popularity[order] = 1.0 / torch.arange(1, experts + 1, device="cuda")
+        likely[order] = 1.0 / torch.arange(1, experts + 1, device="cuda")
     gumbel = -torch.empty(tokens, experts, device="cuda").exponential_(generator=generator).log()
-    ids = (popularity.log() + gumbel).topk(shape.top_k).indices.int()
+    ids = (likely.log() + gumbel).topk(shape.top_k).indices.int()
     weights = torch.rand(tokens, shape.top_k, generator=generator, device="cuda") + 0.1
     return Routing(ids, weights / weights.sum(-1, keepdim=True), experts)
 
 
+def expert_map_of(shape: MoEShape) -> torch.Tensor | None:
+    """Map of the first rank where experts are spread over ranks."""
+    if shape.num_experts == shape.num_local_experts:
+        return None
+    ids = torch.arange(shape.num_experts, dtype=torch.int32, device="cuda")
+    return torch.where(ids < shape.num_local_experts, ids, -1)
+
+
 def make_case(
-    shape: MoEShape, tokens: int, load: str, weights: ExpertWeights, seed: int = 0
+    shape: MoEShape,
+    tokens: int,
+    load: str,
+    weights: ExpertWeights,
+    seed: int = 0,
+    popularity: Sequence[float] | None = None,
 ) -> Case:
     sets = 8 if tokens <= 64 else 2
     inputs = []
-    live = []
+    routes, live = 0, 0
     for i in range(sets):
         generator = torch.Generator("cuda").manual_seed(seed + i)
         x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").bfloat16()
-        routing = random_routing(shape, tokens, load, seed + i)
+        routing = random_routing(shape, tokens, load, seed + i, popularity)
         inputs.append((x, routing))
-        live.append(routing.topk_ids.unique().numel())
-    floor = experts_roofline(shape, tokens * shape.top_k, round(sum(live) / sets))
-    return Case(weights, inputs, floor)
+        mine = routing.topk_ids[routing.topk_ids < shape.num_local_experts]
+        routes += mine.numel()
+        live += mine.unique().numel()
+    floor = experts_roofline(shape, routes // sets, max(1, live // sets))
+    return Case(weights, inputs, floor, expert_map_of(shape))
 
 
 def relative_error(out: torch.Tensor, case: Case, index: int = 0) -> float:
@@ -114,7 +151,11 @@ def relative_error(out: torch.Tensor, case: Case, index: int = 0) -> float:
     x, routing = case.inputs[index]
     some = torch.randperm(x.shape[0], device="cuda")[:_CHECKED_TOKENS]
     want = reference.fused_experts(
-        x[some], routing.topk_ids[some], routing.topk_weights[some], case.weights
+        x[some],
+        routing.topk_ids[some],
+        routing.topk_weights[some],
+        case.weights,
+        expert_map=case.expert_map,
     ).float()
     error = (out[some].float() - want).norm() / want.norm()
     return error.item() if out.isfinite().all() else float("nan")
@@ -146,11 +187,14 @@ def measure(row: Row, name: str, call: Implementation, case: Case, *, replays: i
         torch.cuda.synchronize()
 
 
-def ours(weights: ExpertWeights, config=None) -> Implementation:
+def ours(
+    weights: ExpertWeights, config: KernelConfig | None = None, expert_map=None
+) -> Implementation:
+    """Our layer as serving calls it, or with a given configuration."""
     from moe_backend import execution
 
     def call(x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        args = (x, routing.topk_ids, routing.topk_weights, weights, Activation(), None, None)
+        args = (x, routing.topk_ids, routing.topk_weights, weights, Activation(), expert_map, None)
         return execution.experts(*args) if config is None else execution.run_experts(*args, config)
 
     return call
@@ -169,7 +213,9 @@ def run(
             for load in loads:
                 for count in tokens:
                     case = make_case(shape, count, load, weights)
-                    row = Row(shape_name, count, load, round(case.roofline.us, 1))
+                    floor = case.roofline
+                    row = Row(shape_name, count, load, round(floor.us, 1))
+                    row.flops, row.weight_bytes = floor.flops, floor.weight_bytes
                     chosen = selection.select(shape, count, torch.device("cuda"))
                     row.config = {"source": chosen.source, **asdict(chosen.config)}
                     measure(row, "ours", ours(weights), case)
@@ -180,3 +226,58 @@ def run(
                     del case
             del weights
             torch.cuda.empty_cache()
+
+
+def line(row: Row) -> str:
+    """One row for the progress of a run."""
+    times = " ".join(f"{name} {t['p50']:.1f}" for name, t in row.us.items())
+    wrong = " ".join(f"{name} FAILED ({why})" for name, why in row.failed.items())
+    return f"{row.shape} {row.load} {row.tokens} tokens: {times} µs {wrong}"
+
+
+def table(rows: list[Row]):
+    """Ours beside both peers with ratios, rates and the fraction of the roofline."""
+    from rich.table import Table
+
+    out = Table(title="Experts: median µs of one layer, bf16 in and out")
+    heads = ("shape", "load", "tokens", "ours", "p20-p80", "roofline", "TFLOP/s", "GB/s")
+    for head in (*heads, *peers.PEERS.values(), "config", "MiB"):
+        out.add_column(head, justify="left" if head in ("shape", "load", "config") else "right")
+    for row in rows:
+        cells = [row.shape, row.load, str(row.tokens)]
+        if "ours" in row.us:
+            t = row.us["ours"]
+            cells += [f"{t['p50']:.1f}", f"{t['p20']:.1f}-{t['p80']:.1f}"]
+            cells += [f"{row.roofline_us / t['p50']:.0%}"]
+            cells += [
+                f"{row.flops / t['p50'] / 1e6:.0f}",
+                f"{row.weight_bytes / t['p50'] / 1e3:.0f}",
+            ]
+        else:
+            cells += [row.failed.get("ours", "")[:40], "", "", "", ""]
+        for peer in peers.PEERS:
+            ratio = row.ratio(peer)
+            text = f"{row.us[peer]['p50']:.1f}" if peer in row.us else row.failed.get(peer, "")[:20]
+            cells.append(text + (f" ({ratio:.2f}×)" if ratio else ""))
+        out.add_row(*cells, row.config.get("source", ""), f"{row.peak_mib.get('ours', 0):.0f}")
+    return out
+
+
+def plot(rows: list[Row], path) -> None:
+    """Latency against tokens with the roofline, one panel per shape and load."""
+    from matplotlib.figure import Figure
+
+    panels = sorted({(row.shape, row.load) for row in rows})
+    figure = Figure(figsize=(5.2 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        mine = [row for row in rows if (row.shape, row.load) == panel]
+        for name, label in (("ours", "moe-backend"), *peers.PEERS.items()):
+            points = [(r.tokens, r.us[name]["p50"]) for r in mine if name in r.us]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        floor = [(r.tokens, r.roofline_us) for r in mine]
+        axis.plot(*zip(*floor, strict=True), "k--", label="roofline")
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title=" ".join(panel))
+        axis.legend()
+    figure.savefig(path, dpi=130)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from moe_backend import execution, reference
 from moe_backend.kernels import grouped_gemm as gg
 from moe_backend.kernels.schedule import schedule
+
+from moe_backend import execution, reference
 from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,7 +173,14 @@ def test_empty_batch_and_weights_types():
     x = torch.empty(0, 256, dtype=torch.bfloat16, device=DEVICE)
     ids = torch.empty(0, 2, dtype=torch.int32, device=DEVICE)
     out = execution.run_experts(
-        x, ids, torch.empty(0, 2, device=DEVICE), weights, Activation(), None, None, CONFIGS["swapped"]
+        x,
+        ids,
+        torch.empty(0, 2, device=DEVICE),
+        weights,
+        Activation(),
+        None,
+        None,
+        CONFIGS["swapped"],
     )
     assert out.shape == (0, 256)
     with pytest.raises(ValueError, match="w13"):
