@@ -91,6 +91,14 @@ class Layout:
         return sum(_up(size, 256) for size in self._sizes().values())
 
     @property
+    def local_bytes(self) -> int:
+        """Bytes of a slot's memory that peers never touch (class Slot)."""
+        scale = self.groups * self.rows if self.quantised else 0
+        tokens = self.max_tokens * (self.top_k + 2 * self.world)
+        blocks = -(-self.max_tokens // self.block_tokens) * self.block_width
+        return 4 * (scale + tokens + blocks + self.num_experts + 2 * (self.rows // self.align) + 8)
+
+    @property
     def nbytes(self) -> int:
         return self.slots * self.slot_bytes
 

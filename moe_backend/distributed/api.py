@@ -31,6 +31,7 @@ class ExpertParallel:
         expert_map: ``[num_experts]`` local row of each expert on this rank, −1 elsewhere; by
             default rank r holds the r-th equal share.
         timeout_s: bound on every wait, MOE_BACKEND_EP_TIMEOUT_S by default.
+        programs: with symm, the SMs that move rows.
 
     Raises:
         EPMismatch: on every rank, naming what differs or which rank refuses and why.
@@ -45,12 +46,13 @@ class ExpertParallel:
         backend: str = "symm",
         expert_map: torch.Tensor | None = None,
         timeout_s: float | None = None,
+        programs: int | None = None,
     ) -> None:
         group = group or dist.group.WORLD
         if group is None:
             raise ValueError("group: call torch.distributed.init_process_group first")
         timeout_s = envs.load().ep_timeout_s if timeout_s is None else timeout_s
-        self._control = _control_transport(backend, group, timeout_s)
+        self._control = control_transport(backend, group, timeout_s)
         self.config, self.backend_name = config, backend
         self.rank, self.world_size = group.rank(), group.size()
         agree(
@@ -65,9 +67,11 @@ class ExpertParallel:
         self.place = place_experts(self._control, config.num_experts, expert_map)
         self._engine = None
         if backend == "symm":
-            from moe_backend.distributed.symm import SymmExchange
+            from moe_backend.distributed.symm import DEFAULT_PROGRAMS, SymmExchange
 
-            self._engine = SymmExchange(config, self._control, self.place)
+            self._engine = SymmExchange(
+                config, self._control, self.place, programs or DEFAULT_PROGRAMS
+            )
 
     @property
     def capacity_rows(self) -> int:
@@ -91,6 +95,7 @@ class ExpertParallel:
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[ExpertRows, EPHandle]:
         """See :func:`dispatch`."""
         problem = self._input_problem(x, routing)
+        state: object
         if self._engine is not None:
             rows, state = self._engine.dispatch(x, routing, problem)
         else:
@@ -145,7 +150,7 @@ class ExpertParallel:
         return ""
 
 
-def _control_transport(backend: str, group: dist.ProcessGroup, timeout_s: float):
+def control_transport(backend: str, group: dist.ProcessGroup, timeout_s: float):
     """What carries agreements; for symm, whichever host transport the group has."""
     if backend != "symm":
         return open_backend(backend, group, timeout_s=timeout_s)

@@ -17,7 +17,8 @@ def footprint(config: EPConfig, world_size: int, backend: str) -> int:
     if backend == "symm":
         from moe_backend.distributed.symm import layout_of
 
-        return layout_of(config, world_size).nbytes
+        layout = layout_of(config, world_size)
+        return layout.nbytes + config.slots * layout.local_bytes
     out = config.max_tokens * min(world_size, config.top_k)
     landed = world_size * config.max_tokens
     payloads = (out + landed) * (wire_row_bytes(config) + _native(config))

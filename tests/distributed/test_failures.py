@@ -21,6 +21,7 @@ from moe_backend.distributed import (
     dispatch,
     open_backend,
 )
+from moe_backend.distributed.symm_memory import decode, supports_symmetric_memory
 
 WORLD, EXPERTS, HIDDEN = 4, 8, 128
 BASE = EPConfig(EXPERTS, HIDDEN, top_k=2, max_tokens=8, align=16)
@@ -173,6 +174,48 @@ def test_worst_case_capacity_holds_the_worst_case():
     assert BASE.rows(WORLD) == 80  # 64 routes to two experts: five tiles of 16, as 1 + 63
     one = EPConfig(4, HIDDEN, top_k=1, max_tokens=3, align=16)
     assert one.rows(4) == 16  # twelve routes to one expert take one tile
+
+
+def _without_peer_access(rank, world):
+    said = []
+    for make in (lambda: ExpertParallel(BASE), lambda: open_backend("symm")):
+        with pytest.raises(EPMismatch) as raised:
+            make()
+        said.append(str(raised.value))
+    with pytest.raises(ValueError, match="no NCCL transport"):
+        open_backend("nccl")
+    return said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks a machine without GPUs")
+def test_symm_is_refused_on_every_rank_without_gpus():
+    for said in run_ranks(_without_peer_access, 2):
+        for message in said:
+            assert "rank 0: symm writes into other GPUs' memory, and here is no GPU" in message
+            assert "Use MOE_BACKEND_EP=nccl or engine" in message
+
+
+@pytest.mark.parametrize(
+    "capability, hosts, unreachable, reason",
+    [
+        ((9, 0), 2, [], "the group spans 2"),
+        ((9, 0), 1, [1, 3], "no peer access to those of ranks 1, 3"),
+        ((8, 0), 1, [], "the GPU is sm_80"),
+        ((9, 0), 1, [], ""),
+    ],
+)
+def test_what_symm_needs(capability, hosts, unreachable, reason):
+    answer = supports_symmetric_memory(capability, hosts, unreachable)
+    assert answer.ok == (not reason) and reason in answer.reason
+
+
+def test_a_status_word_becomes_an_error_with_rank_and_phase():
+    phases = ("dispatch counts", "dispatch rows", "combine results")
+    assert decode(0, phases, 1.0) is None
+    late = decode(1 | 2 << 8 | 5 << 16, phases, 1.0)
+    assert isinstance(late, EPTimeout) and late.ranks == (5,) and late.phase == "combine results"
+    assert isinstance(decode(3 | 1 << 16, phases, 1.0), EPOverflow)
+    assert "rank 7 refused" in str(decode(2 | 7 << 16, phases, 1.0))
 
 
 def _different_calls(rank, world):
