@@ -74,8 +74,7 @@ def test_writers_release_at_system_scope_behind_a_barrier(kernels):
         release = max(i for i, op in enumerate(ops) if "sys.release" in op)
         ticket = max(i for i, op in enumerate(ops) if "sys.acq_rel" in op)
         assert ticket < release and "bar.sync" in ops[ticket:release], name
-        rows = [i for i, op in enumerate(ops[:ticket]) if op in WIDE]
-        assert name == "count" or "bar.sync" in ops[rows[-1] : ticket], name
+        assert "bar.sync" in ops[ticket - 2 : ticket], name
 
 
 def test_rows_move_in_16_byte_accesses(kernels):
