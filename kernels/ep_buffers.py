@@ -124,6 +124,7 @@ class Slot(NamedTuple):
     scale: torch.Tensor  # [groups, rows] fp32 as the GEMM reads them
     tile_expert: torch.Tensor  # [rows / align] int32
     tile_rows: torch.Tensor  # [rows / align] int32
+    num_tiles: torch.Tensor  # [1] int32 live tiles
 
 
 @dataclass(frozen=True)
@@ -174,4 +175,5 @@ def make_slot(layout: Layout, device: torch.device | str) -> Slot:
         torch.empty(scales, dtype=torch.float32, device=device),
         ints(tiles),
         ints(tiles),
+        ints(1),
     )

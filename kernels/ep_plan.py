@@ -145,7 +145,7 @@ def _write_tiles(
 @triton.jit
 def _arrange_kernel(
     control_ptr, status_ptr, alarm_ptr, counts_ptr, flags_ptr, first_row_ptr, tile_expert_ptr,
-    tile_rows_ptr, num_tiles, align, me, patience,
+    tile_rows_ptr, num_tiles_ptr, num_tiles, align, me, patience,
     W: tl.constexpr, W_PAD: tl.constexpr, LOCAL: tl.constexpr, LOCAL_PAD: tl.constexpr,
     TILES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +178,7 @@ def _arrange_kernel(
     pid = tl.program_id(0)
     if pid == 0:
         first = (end - tiles) * align + earlier
+        tl.store(num_tiles_ptr, tl.sum(tl.where(rank == me, needed, 0), axis=0))
         tl.store(first_row_ptr + rank[:, None] * LOCAL + e[None, :], first, mask=inside)
     own = (rank == me)[:, None]
     own_rows = tl.sum(tl.where(own, rows, 0), axis=0)
@@ -197,7 +198,7 @@ def arrange(ep: Endpoint, slot: int) -> None:
     _arrange_kernel[(min(16, triton.cdiv(tiles, 16)),)](
         mine.control, ep.status, ep.alarm, counts,
         ep.view("flags", slot, torch.int32, 3, lay.world)[COUNTS], mine.first_row,
-        mine.tile_expert, mine.tile_rows, tiles, lay.align, ep.me, ep.patience,
+        mine.tile_expert, mine.tile_rows, mine.num_tiles, tiles, lay.align, ep.me, ep.patience,
         W=lay.world, W_PAD=power_of_2(lay.world), LOCAL=lay.local, LOCAL_PAD=power_of_2(lay.local),
         TILES=16, CLOCK=ep.clock, num_warps=8,
     )  # fmt: skip

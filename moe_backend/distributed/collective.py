@@ -189,7 +189,8 @@ def dispatch(
         scales = journey.spread(scale).T.contiguous()
     else:
         spread, scales = _Dispatch.apply(x, data, journey), None
-    tiles = received.tile_expert, received.tile_rows
+    number = received.tile_expert.new_full((1,), received.tile_expert.numel())
+    tiles = received.tile_expert, received.tile_rows, number
     return ExpertRows(spread, scales, *tiles, config.align), journey
 
 

@@ -18,6 +18,7 @@ class ExpertRows(NamedTuple):
     scale: torch.Tensor | None  # [groups, num_rows] fp32, with e4m3 rows
     tile_expert: torch.Tensor  # [num_tiles] int32 local expert of the tile, −1 beyond the last one
     tile_rows: torch.Tensor  # [num_tiles] int32 valid rows of the tile
+    num_tiles: torch.Tensor  # [1] int32 tiles before the first −1
     align: int
 
     @property

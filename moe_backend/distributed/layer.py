@@ -8,7 +8,7 @@ import torch
 from moe_backend import reference
 from moe_backend.distributed.api import ExpertParallel
 from moe_backend.distributed.handle import ExpertRows
-from moe_backend.types import Activation, ExpertWeights, Routing
+from moe_backend.types import BLOCK, Activation, ExpertWeights, Routing
 
 
 def ep_experts(
@@ -30,7 +30,7 @@ def run_local_experts(
     """bf16 ``[num_rows, hidden]``: both projections of each row's expert; padding rows hold
     anything."""
     if rows.data.is_cuda:
-        return _on_gpu(rows, weights, activation)
+        return run_kernels(rows, weights, activation)
     assert rows.scale is not None
     x = reference.dequant_fp8(rows.data, rows.scale.T)
     out = torch.zeros(x.shape, dtype=torch.bfloat16)
@@ -42,16 +42,28 @@ def run_local_experts(
     return out
 
 
-def _on_gpu(rows: ExpertRows, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
+def run_kernels(rows: ExpertRows, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
+    """The same by the grouped GEMMs (also in Triton's interpreter)."""
     from moe_backend.kernels import grouped_gemm as gg
     from moe_backend.kernels.schedule import Schedule
 
+    nowhere = rows.tile_expert.new_empty((1, 1))  # rows are in place: no route is looked up
     plan = Schedule(
-        rows.tile_expert, rows.tile_expert.new_empty(rows.num_rows), rows.tile_expert,
-        rows.tile_rows, rows.align,
+        nowhere, rows.tile_expert.new_empty(rows.num_rows), rows.tile_expert, rows.tile_rows,
+        rows.num_tiles, rows.align,
     )  # fmt: skip
     up = gg.Operands(rows.data, rows.scale, weights.w13, weights.w13_scale)
-    h, h_scale = gg.grouped_gemm_swiglu(
-        up, plan, gg.Tiles(), alpha=activation.alpha, limit=activation.limit
-    )
-    return gg.grouped_gemm(gg.Operands(h, h_scale, weights.w2, weights.w2_scale), plan, gg.Tiles())
+    clamp = {"alpha": activation.alpha, "limit": activation.limit}
+    if _fits_gluon(rows, weights):
+        from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
+
+        h = gg_sm90.grouped_gemm_swiglu(up, plan, **clamp)
+        return gg_sm90.grouped_gemm(gg.Operands(*h, weights.w2, weights.w2_scale), plan)
+    tiles = gg.Tiles(swap=rows.align < 64)
+    h = gg.grouped_gemm_swiglu(up, plan, tiles, **clamp)
+    return gg.grouped_gemm(gg.Operands(*h, weights.w2, weights.w2_scale), plan, tiles)
+
+
+def _fits_gluon(rows: ExpertRows, weights: ExpertWeights) -> bool:
+    whole = weights.hidden % BLOCK == 0 and weights.intermediate % BLOCK == 0
+    return rows.data.is_cuda and rows.align == BLOCK and whole

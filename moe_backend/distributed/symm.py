@@ -92,7 +92,8 @@ class SymmExchange:
         ep_dispatch.send(end, slot, x, ids, weights)
         data, mine = ep_dispatch.receive(end, slot), end.slots[slot]
         scale = mine.scale if self.config.wire == "fp8" else None
-        rows = ExpertRows(data, scale, mine.tile_expert, mine.tile_rows, self.config.align)
+        tiles = mine.tile_expert, mine.tile_rows, mine.num_tiles
+        rows = ExpertRows(data, scale, *tiles, self.config.align)
         return rows, Flight(slot, x.shape[0])
 
     def combine(self, rows: torch.Tensor, flight: Flight) -> torch.Tensor:

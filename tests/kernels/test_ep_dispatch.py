@@ -63,6 +63,7 @@ def check_dispatch(world, slot, datas, wanted, device="cpu"):
         tiles = len(plan.tile_expert)
         mine = ep.slots[slot]
         assert mine.tile_expert[:tiles].tolist() == plan.tile_expert.tolist()
+        assert int(mine.num_tiles) == tiles
         assert mine.tile_rows[:tiles].tolist() == plan.tile_rows.tolist()
         assert (mine.tile_expert[tiles:] == -1).all() and (mine.tile_rows[tiles:] == 0).all()
         payload, k = (plan.route_row >= 0).nonzero(as_tuple=True)
