@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from contract_engine import DEEPSEEK_V3, Case, checkpoint
 from contract_kit import assert_close, check, environment, inputs, oracle
+from vllm.forward_context import set_forward_context
 
 from moe_backend import Activation, RouterSpec, reference
 from moe_backend.vllm_plugin import status
@@ -122,12 +123,13 @@ def simulated_routing_is_honoured(engine):
     assert len({tuple(row) for row in out.tolist()}) > 8
 
 
+def last_two(hidden_states, gating_output, topk, renormalize):
+    ids = torch.tensor([[6, 7]], dtype=torch.int32).repeat(hidden_states.shape[0], 1)
+    return torch.full(ids.shape, 0.5), ids
+
+
 @check
 def own_routing_function_stays_the_engines(engine):
-    def last_two(hidden_states, gating_output, topk, renormalize):
-        ids = torch.tensor([[6, 7]], dtype=torch.int32).repeat(len(hidden_states), 1)
-        return torch.full(ids.shape, 0.5), ids
-
     case = Case()
     x, logits = inputs(case)
     runner = engine.build(case, custom_routing_function=last_two)
@@ -145,3 +147,18 @@ def clamped_activation(engine):
     ids, weights, _ = reference.router_topk(logits, RouterSpec(2, renormalize=True))
     wanted = reference.fused_experts(x, ids, weights, checkpoint(case), Activation(limit=0.5))
     assert_close(engine.run(runner, x, logits), wanted)
+
+
+@check
+def compiles_into_one_graph(engine):
+    """On a CPU the engine traces through the layer; sizes must stay dynamic in both forms."""
+    case = Case()
+    for more in ({}, {"custom_routing_function": last_two}):
+        runner = engine.build(case, **more)
+        compiled = torch.compile(runner.forward, fullgraph=True, dynamic=True, backend="eager")
+        for tokens in (5, 9):
+            x, logits = inputs(case, tokens)
+            for tensor in (x, logits):  # as the engine does: fixing the size is an error
+                torch._dynamo.mark_dynamic(tensor, 0)
+            with set_forward_context(None, engine.config, num_tokens=tokens):
+                assert torch.equal(compiled(x, logits), runner(x, logits))

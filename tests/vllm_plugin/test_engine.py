@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin inside real engines on tiny FP8 checkpoints."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moe_backend.measure.checkpoint import write_checkpoint
+
+from .engines import HERE, environment
+
+pytestmark = pytest.mark.serving
+KEYS = {"layer", "backend", "reason", "shape", "routing", "config", "ep"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def engine(model, variables=None, **arguments) -> dict:
+    arguments = {"quantization": "tma_fp8", "enforce_eager": True, **arguments}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "engine_run.py"), str(model), json.dumps(arguments)],
+        env=environment(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", **(variables or {})
+        ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_reload_twice_equals_cold_start(folder):
+    """A layer that kept anything derived from its weights would answer with the old ones."""
+    first = write_checkpoint(folder / "first", "tiny-deepseek", seed=0)
+    second = write_checkpoint(folder / "second", "tiny-deepseek", seed=1)
+    found = engine(first, reload=str(second))
+    wanted = engine(second)["cold"]
+    assert wanted != found["cold"]
+    assert found["other"] == [wanted, wanted]
+    assert found["again"] == [found["cold"], found["cold"]]
+
+
+def test_status_lists_every_moe_layer_and_the_draft_model(folder):
+    model = write_checkpoint(folder / "mtp", "tiny-deepseek", num_nextn_predict_layers=1)
+    draft = {"method": "mtp", "num_speculative_tokens": 1}
+    found = engine(model, speculative_config=draft)["status"]
+    layers = [entry["layer"].split(".mlp")[0].split(".")[-1] for entry in found]
+    assert layers == ["1", "2", "3", "4", "5"], "layer 0 is dense, layer 5 predicts the next token"
+    for entry in found:
+        assert set(entry) == KEYS
+        assert entry["backend"] == "moe_backend"
+        assert entry["routing"] == (
+            "moe_backend: sigmoid + bias, 2 of 4 groups, renormalised, top 4"
+        )
+        assert entry["shape"]["num_experts"] == 32 and entry["ep"]["transport"] == "none"
+
+
+def test_qwen_routes_as_its_own_bf16_model(folder):
+    """The same weights dequantised, on stock vLLM: FP8 activations are the only difference."""
+    fp8 = write_checkpoint(folder / "fp8", "tiny-qwen3-moe")
+    bf16 = write_checkpoint(folder / "bf16", "tiny-qwen3-moe", weights="bf16")
+    ours = engine(fp8, variables={"MOE_BACKEND_FALLBACK": "refuse"})["cold"]
+    stock = engine(bf16, quantization=None)["cold"]
+    first = [(a[0][0], b[0][0], abs(a[1][0] - b[1][0])) for a, b in zip(ours, stock, strict=True)]
+    same = [difference for mine, theirs, difference in first if mine == theirs]
+    assert len(same) >= 2, f"first tokens differ: {first}"
+    assert max(same) < 0.5, f"log-probabilities differ: {first}"
+
+
+def test_simulated_routing_is_left_to_the_engine(folder):
+    model = write_checkpoint(folder / "fp8", "tiny-qwen3-moe")
+    strategy = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+    (entry, *_) = engine(model, variables=strategy)["status"]
+    assert entry["routing"] == "engine: VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random"
