@@ -24,5 +24,8 @@ def emit_json(obj: Any) -> None:
 def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the command with a message that says what, why and what to do; no traceback."""
     # Escaped: "[rows, columns]" in a message is text, not a style.
-    progress_console.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    # Wrapped for a terminal only: a log or a script gets the message in one piece.
+    wrap = not progress_console.is_terminal
+    line = f"[bold red]error:[/] {escape(message)}"
+    progress_console.print(line, highlight=False, soft_wrap=wrap)
     raise typer.Exit(code)
