@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 
-from vllm import LLM, SamplingParams
-
 PROMPTS = ("The quick brown fox", "Once upon a time there was", "def main():")
 
 
 def generate(llm) -> list:
     """Tokens and log-probabilities, one request at a time: CPU attention depends on the batch."""
+    from vllm import SamplingParams
+
     found = []
     for prompt in PROMPTS:
         sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
@@ -26,6 +26,8 @@ def generate(llm) -> list:
 
 
 def main() -> None:
+    from vllm import LLM
+
     model, arguments = sys.argv[1], json.loads(sys.argv[2])
     other = arguments.pop("reload", None)
     llm = LLM(

@@ -75,6 +75,7 @@ def environment(*first: Path, **more: str) -> dict[str, str]:
     return {
         **clean,
         "PYTHONPATH": os.pathsep.join(map(str, first)),
+        "PYTHONSAFEPATH": "1",  # the checkout's folder `kernels` is not transformers' package
         "OMP_NUM_THREADS": "1",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",

@@ -2,13 +2,16 @@
 """The plugin inside real engines on tiny FP8 checkpoints."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from moe_backend.measure.checkpoint import write_checkpoint
+from moe_backend.measure.server import VllmServer
 
+from .engine_run import PROMPTS
 from .engines import HERE, environment
 
 pytestmark = pytest.mark.serving
@@ -78,3 +81,25 @@ def test_simulated_routing_is_left_to_the_engine(folder):
     strategy = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
     (entry, *_) = engine(model, variables=strategy)["status"]
     assert entry["routing"] == "engine: VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random"
+
+
+def test_two_ranks_exchange_tokens(folder):
+    """Data and expert parallelism on two processes; the idle rank must bring a dummy batch."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores, one for each rank")
+    model = write_checkpoint(folder / "fp8", "tiny-qwen3-moe")
+    alone = engine(model)["cold"]
+    arguments = "--quantization tma_fp8 --enforce-eager --max-model-len 128 --max-num-seqs 2"
+    arguments += " --data-parallel-size 2 --enable-expert-parallel"
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
+    with VllmServer(model, arguments.split(), env=bind, start_timeout=240) as server:
+        name = server.get_json("/v1/models")["data"][0]["id"]
+        body = {"model": name, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "seed": 0}
+        body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+        answers = [server.post_json("/v1/completions", {**body, "prompt": p}) for p in PROMPTS]
+    first = [answer["choices"][0]["logprobs"]["tokens"][0] for answer in answers]
+    same = [
+        f"token_id:{tokens[0]}" == token for (tokens, _), token in zip(alone, first, strict=True)
+    ]
+    assert sum(same) >= 2, f"{first} on two ranks, alone {[tokens[0] for tokens, _ in alone]}"
