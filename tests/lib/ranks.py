@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function on several gloo ranks, each a process of its own.
+"""Runs a function on several ranks, each a process of its own: gloo, and NCCL with ``cuda``.
 
 Processes are forked from a server that has imported torch once. Functions must be importable by
 name (module level) and get ``(rank, world_size, *args)``; what they return is sent back.
@@ -23,12 +23,14 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "ranks", "moe_backend.reference"])
 
 
-def _enter(function, rank, world_size, folder, args, channel) -> None:
+def _enter(function, rank, world_size, folder, args, channel, cuda) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if cuda:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world_size),
         rank=rank,
         world_size=world_size,
@@ -46,14 +48,16 @@ def _enter(function, rank, world_size, folder, args, channel) -> None:
 class Ranks:
     """Started ranks. ``results`` waits for those that are still expected to answer."""
 
-    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], world_size: int, *args: Any, cuda: bool = False
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.processes, self._channels = [], []
         for rank in range(world_size):
             mine, theirs = _context.Pipe()
             process = _context.Process(
                 target=_enter,
-                args=(function, rank, world_size, self._folder.name, args, theirs),
+                args=(function, rank, world_size, self._folder.name, args, theirs, cuda),
                 daemon=True,
             )
             process.start()
@@ -90,7 +94,11 @@ class Ranks:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    cuda: bool = False,
 ) -> list[Any]:
     """Results of ``function`` by rank; raises if a rank fails."""
-    return Ranks(function, world_size, *args).results(timeout)
+    return Ranks(function, world_size, *args, cuda=cuda).results(timeout)
