@@ -52,7 +52,7 @@ class Request:
     engine: dict[str, Any] = field(default_factory=dict)
     fault: bool = False
     timeout: float = 1800.0
-    bounds: parity_judge.Bounds = parity_judge.Bounds()
+    bounds: parity_judge.Bounds | None = None  # None: those derived in parity_judge
 
 
 def run_parity(
@@ -198,7 +198,9 @@ def _report(
         names = ", ".join(elsewhere) or "every layer"
         raise ParityError(f"nothing to compare: {names} ran on the engine's own backend")
     tokens = parity_judge.compare_tokens(default[0], ours[0])
-    checks = parity_judge.verdict(layers, tokens, request.bounds)
+    checks = parity_judge.verdict(
+        layers, tokens, request.bounds or parity_judge.bounds_for(request.tp)
+    )
     return {
         "model": request.model,
         "num_prompts": len(request.prompts),

@@ -99,8 +99,16 @@ class ParityExtension(StatusExtension):
         self._parity_write(path, taken)
 
     def _parity_write(self, path: str, taken: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Rank 0 writes. All ranks call: under TP each holds a part of the shared experts' sum."""
         from safetensors.torch import save_file
 
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            from vllm.distributed import tensor_model_parallel_all_reduce as reduced
+
+            device = next(self.model_runner.model.parameters()).device
+            for _, parts in sorted(taken.items()):
+                if "shared" in parts:
+                    parts["shared"] = reduced(parts["shared"].to(device).float()).cpu()
         if getattr(self, "rank", 0) == 0:
             flat = {f"{n}.{part}": t for n, parts in taken.items() for part, t in parts.items()}
             save_file(flat, path)

@@ -55,10 +55,18 @@ def test_right_engines_pass_with_room(layer):
     facts, parts = layer
     found = judge.judge_layer(facts, engine(facts, parts, exact=True), engine(facts, parts))
     assert all(passes([found]).values())
-    assert found.error < 4e-3 and found.worst_cell < 2e-2
+    assert found.error < 3e-3 and found.worst_cell < 1e-2, "the derivation: bf16 alone"
     # The derivation: three e4m3 roundings of 2.6e-2 each, and none on the default's side.
     assert 3e-2 < found.rounding < 5.5e-2 and found.default_rounding < 6e-3
     assert found.num_tokens == TOKENS and found.layer == 3
+
+
+def test_large_shared_experts_do_not_break_parity(layer):
+    """Adding them rounds the sum, which looked like a fault beside the routed part alone."""
+    facts, parts = layer
+    parts["shared"] = parts["shared"] * 10
+    default = engine(facts, parts)
+    assert all(passes([judge.judge_layer(facts, default, engine(facts, parts))]).values())
 
 
 def falsified(facts, name, change):
