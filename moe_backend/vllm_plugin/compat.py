@@ -180,7 +180,7 @@ def expert_group(on_cpu: bool) -> Any:
     return group.cpu_group if on_cpu else group.device_group
 
 
-def gather_from_experts(word: str) -> list[str]:
+def gather_from_experts(word: Any) -> list[Any]:
     """``word`` of every rank of the expert group. Collective."""
     import torch.distributed as dist
 

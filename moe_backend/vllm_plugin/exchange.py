@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 
 from moe_backend.distributed import EPConfig, ExpertParallel, ep_experts
+from moe_backend.distributed.symm_memory import supports_symmetric_memory
 from moe_backend.support import Support
 from moe_backend.types import Activation, ExpertWeights, Routing
 from moe_backend.vllm_plugin import METHOD, compat
@@ -120,26 +120,26 @@ def _engine(reason: str) -> str:
 
 
 def symm_everywhere() -> Support:
-    """Whether every rank of the expert group can write into every other's memory."""
-    if find_spec("moe_backend.distributed.symm") is None:
-        return Support(False, "symmetric memory is not built into this version")
-    reasons = sorted(set(compat.gather_from_experts(_here())))
-    hosts = {reason for reason in reasons if reason.startswith("host ")}
-    if len(hosts) > 1:
-        return Support(False, f"the ranks are on {len(hosts)} hosts, not on one")
-    troubles = [reason for reason in reasons if not reason.startswith("host ")]
-    return Support(not troubles, "; ".join(troubles))
-
-
-def _here() -> str:
-    """This rank's host, or what keeps it from peer access."""
-    devices = range(torch.cuda.device_count())
+    """Whether every rank of the expert group can write into every other's memory. Collective."""
     mine = torch.cuda.current_device()
-    shut = [d for d in devices if d != mine and not torch.cuda.can_device_access_peer(mine, d)]
-    if shut:
-        return f"GPU {mine} has no peer access to GPU {shut[0]}"
+    every = compat.gather_from_experts((_host(), mine))
+    unreachable = [
+        rank
+        for rank, (host, device) in enumerate(every)
+        if host == _host()
+        and device != mine
+        and device < torch.cuda.device_count()
+        and not torch.cuda.can_device_access_peer(mine, device)
+    ]
+    capability = torch.cuda.get_device_capability(mine)
+    verdict = supports_symmetric_memory(capability, len({h for h, _ in every}), unreachable)
+    reasons = [reason for reason in compat.gather_from_experts(verdict.reason) if reason]
+    return Support(not reasons, "; ".join(sorted(set(reasons))))
+
+
+def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"host {file.read().strip()}"
+        return file.read().strip()
 
 
 def close() -> None:
