@@ -88,3 +88,100 @@ def aux_loss(
     if isinstance(total, torch.Tensor):
         total = total.to(wide.dtype)
     return (wide.sum(0) * tokens_per_expert.to(wide.dtype)).sum() * (factor / total / total)
+
+
+def row_map_of_mask(mask: torch.Tensor, align: int = 1) -> tuple[torch.Tensor, ...]:
+    """Row map [T, 2 E + 1], offsets and pad offsets [E + 1], targets [E]; see kernels/row_map.py.
+
+    Entries beyond a token's routes, which the kernels leave unwritten, are -1 here.
+    """
+    num_tokens, num_experts = mask.shape
+    routed = mask != 0
+    totals = routed.sum(0)
+    offsets, pad_offsets, targets = _starts(totals, align)
+    row = offsets[:-1].long() + routed.cumsum(0) - 1
+    row_map = torch.full((num_tokens, 2 * num_experts + 1), -1, dtype=torch.int32)
+    row_map = row_map.to(mask.device)
+    token, expert = routed.nonzero(as_tuple=True)
+    slot = routed.cumsum(1)[token, expert] - 1
+    row_map[token, slot] = row[token, expert].int()
+    row_map[token, num_experts + slot] = expert.int()
+    row_map[:, -1] = routed.sum(1)
+    return row_map, offsets, pad_offsets, targets
+
+
+def row_map_of_ids(ids: torch.Tensor, num_experts: int, align: int = 1) -> tuple[torch.Tensor, ...]:
+    """Row map [T, k], offsets, pad offsets, targets; an id out of range, like -1, has no row."""
+    flat = ids.flatten().long()
+    valid = (flat >= 0) & (flat < num_experts)
+    totals = torch.bincount(flat[valid], minlength=num_experts)
+    offsets, pad_offsets, targets = _starts(totals, align)
+    order = torch.where(valid, flat, num_experts).sort(stable=True).indices
+    row = torch.empty_like(flat).scatter_(0, order, torch.arange(flat.numel(), device=ids.device))
+    row = row + pad_offsets[flat.clamp(0, num_experts - 1)]
+    return torch.where(valid, row, -1).int().view_as(ids), offsets, pad_offsets, targets
+
+
+def _starts(totals: torch.Tensor, align: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets = (totals + align - 1) // align * align
+    offsets, pads = (
+        torch.nn.functional.pad(t.cumsum(0), (1, 0)) for t in (totals, targets - totals)
+    )
+    return offsets.int(), pads.int(), targets
+
+
+def routes(
+    row_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token, expert or slot, row) of every route, in the order of the tokens."""
+    if row_map.shape[1] == 2 * num_experts + 1:
+        slot = torch.arange(num_experts, device=row_map.device)
+        token, slot = (slot < row_map[:, -1:]).nonzero(as_tuple=True)
+        expert, row = row_map[token, num_experts + slot].long(), row_map[token, slot].long()
+        return token, expert, row if pad_offsets is None else row + pad_offsets[expert]
+    token, slot = (row_map >= 0).nonzero(as_tuple=True)
+    return token, slot, row_map[token, slot].long()
+
+
+def permute(x: torch.Tensor, where: tuple[torch.Tensor, ...], capacity: int) -> torch.Tensor:
+    """Rows of x [T, ...] at ``where`` (see routes); rows without a route are zero."""
+    token, _, row = where
+    out = torch.zeros((capacity, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    if x.dtype.itemsize == 1:  # no index operations on FP8
+        return out.view(torch.uint8).index_copy(0, row, x.view(torch.uint8)[token]).view(x.dtype)
+    return out.index_copy(0, row, x[token])
+
+
+def permute_probs(
+    probs: torch.Tensor, where: tuple[torch.Tensor, ...], capacity: int
+) -> torch.Tensor:
+    """probs [T, E] or [T, k] at the rows of their routes, zero elsewhere."""
+    token, expert, row = where
+    return probs.new_zeros(capacity).index_copy(0, row, probs[token, expert])
+
+
+def unpermute(
+    rows: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    num_tokens: int,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tokens as weighted sums of their rows, in the rows' dtype."""
+    token, expert, row = where
+    values = _wide(rows)[row]
+    if weight is not None:
+        values = values * _wide(weight)[token, expert][:, None]
+    total = values.new_zeros(num_tokens, rows.shape[1]).index_add(0, token, values)
+    return total.to(rows.dtype)
+
+
+def chunk_sources(split_sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Row of the input for each row of the output; -1 beyond the last chunk."""
+    sizes, order = split_sizes.long(), order.long()
+    starts = sizes.cumsum(0) - sizes
+    moved = sizes[order]
+    chunk = torch.repeat_interleave(torch.arange(order.numel(), device=order.device), moved)
+    inside = torch.arange(chunk.numel(), device=order.device) - (moved.cumsum(0) - moved)[chunk]
+    source = torch.full((num_rows,), -1, device=order.device)
+    source[: chunk.numel()] = starts[order][chunk] + inside
+    return source.int()
