@@ -16,16 +16,19 @@ from moe_backend.distributed.layer import run_kernels
 TOLERANCE = 3e-3
 
 
-def test_the_chain_of_kernels_equals_the_layer_of_one_process():
+def test_the_chain_of_kernels_equals_the_layer_of_one_process(device):
     hidden, experts, tokens = 256, 4, 5
-    w = expert_weights(experts, hidden, 128)
+    w = expert_weights(experts, hidden, 128, device=device)
     lay = Layout(2, experts, hidden, 2, 8, 96, 16, 1, True)
-    world = make_world(lay)
+    world = make_world(lay, device)
     for ep in world:  # rank 1 holds experts 0 and 3: places are not the experts' numbers
         ep.place.copy_(torch.tensor([2, 0, 1, 3]))
     held = [[1, 2], [0, 3]]
     inputs = [
-        (torch.randn(tokens, hidden).bfloat16(), routing(tokens, experts, 2, seed=r))
+        (
+            torch.randn(tokens, hidden, device=device).bfloat16(),
+            routing(tokens, experts, 2, device=device, seed=r),
+        )
         for r in range(2)
     ]
     for ep, (_, r) in zip(world, inputs, strict=True):

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-
-from moe_backend import reference
 from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
 from moe_backend.kernels.unpermute_reduce import unpermute_reduce
+
+from moe_backend import reference
 
 
 def activations(tokens, hidden, device):
@@ -60,7 +60,9 @@ def test_reduce_is_the_oracle_in_slot_order(device, top_k, poisoned_memory):
     route_row = torch.randperm(rows.shape[0], device=device)[: tokens * top_k].int()
     route_row = route_row.view(tokens, top_k)
     route_row[0, 0] = -1
-    rows[[r for r in range(rows.shape[0]) if r not in set(route_row.flatten().tolist())]] = torch.nan
+    rows[[r for r in range(rows.shape[0]) if r not in set(route_row.flatten().tolist())]] = (
+        torch.nan
+    )
     weights = torch.rand(tokens, top_k, device=device)
     shared = torch.randn(tokens, hidden, device=device).bfloat16()
     out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)

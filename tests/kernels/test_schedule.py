@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from moe_backend.kernels import schedule as module
 
 SIZES = (0, 1, 63, 64, 65, 127, 128, 129)
