@@ -89,7 +89,8 @@ class TmaFp8Config(Fp8Config):
         return super().get_quant_method(layer, prefix)
 
     def _moe_method(self, layer: RoutedExperts, prefix: str) -> Any:
-        from moe_backend.vllm_plugin.method import TmaFp8MoEMethod, layer_refusals, shape_of
+        from moe_backend.vllm_plugin.layers import layer_refusals, shape_of
+        from moe_backend.vllm_plugin.method import TmaFp8MoEMethod
 
         if compat.is_skipped(prefix, self):
             return UnquantizedFusedMoEMethod(layer.moe_config)

@@ -22,87 +22,20 @@ from vllm.model_executor.layers.fused_moe import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from moe_backend import envs, ops, pipeline, support
+from moe_backend import envs, ops, pipeline
 from moe_backend.distributed import EPConfig
-from moe_backend.types import BLOCK, FP8, Activation, ExpertWeights, MoEShape, Routing
-from moe_backend.vllm_plugin import METHOD, checks, compat, exchange, routing, status
+from moe_backend.types import (
+    BLOCK,
+    FP8,
+    Activation,
+    ExpertWeights,
+    RouterSpec,
+    Routing,
+)
+from moe_backend.vllm_plugin import METHOD, compat, exchange, readiness, routing, status
+from moe_backend.vllm_plugin.layers import replicated, shape_of, travels
 
 logger = compat.logger()
-
-
-# `layer` is the engine's RoutedExperts throughout. It is typed Any: its attributes are set by the
-# engine and by register_parameter, which a type checker sees as Tensor | Module.
-
-
-def shape_of(layer: Any) -> MoEShape:
-    moe = layer.moe_config
-    return MoEShape(
-        num_experts=moe.num_experts,
-        num_local_experts=moe.num_local_experts,
-        hidden=moe.hidden_dim,
-        intermediate=moe.intermediate_size_per_partition,
-        top_k=moe.experts_per_token,
-        ep_size=moe.moe_parallel_config.ep_size,
-    )
-
-
-def layer_refusals(layer: Any) -> list[str]:
-    """Every reason why this layer cannot run on our kernels, as it was built on this rank."""
-    moe, shape = layer.moe_config, shape_of(layer)
-    parallel = moe.moe_parallel_config
-    engine = checks.EngineFacts.of(get_current_vllm_config_or_none())
-    whole = support.supports_expert_layout(moe.intermediate_size)
-    cut = support.supports_tensor_parallel(shape.hidden, moe.intermediate_size, parallel.tp_size)
-    name, capability = compat.platform()
-    answers = [
-        support.supports_platform(name),
-        support.supports_device(capability),
-        support.supports_activation(moe.activation.value),
-        support.supports_experts(
-            has_bias=moe.has_bias,
-            lora=moe.is_lora_enabled,
-            weight_on_input=layer.apply_router_weight_on_input,
-        ),
-        support.supports_engine_backend(str(moe.moe_backend)),
-        support.supports_parallelism(
-            all2all=parallel.all2all_backend if parallel.use_all2all_kernels else None,
-            dbo=engine.dbo,
-            elastic=engine.elastic,
-        ),
-        support.supports_shape(shape),
-        cut if whole.ok else whole,
-        *_travel_answers(layer, engine, name),
-    ]
-    return [answer.reason for answer in answers if not answer.ok]
-
-
-def _travels(moe: Any) -> bool:
-    """Whether tokens of this rank need experts of other ranks."""
-    return moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel
-
-
-def _replicated(moe: Any) -> bool:
-    """Whether a tensor-parallel group's ranks bring the same tokens to the layer."""
-    config = get_current_vllm_config_or_none()
-    tensor_parallel = config.parallel_config.tensor_parallel_size if config else 1
-    return tensor_parallel > 1 and not moe.is_sequence_parallel
-
-
-def _travel_answers(layer: Any, engine: checks.EngineFacts, platform: str) -> list[support.Support]:
-    moe, setting = layer.moe_config, envs.load().ep
-    if not _travels(moe):
-        return []
-    use_ep = moe.moe_parallel_config.use_ep
-    answer = support.supports_transport(
-        setting,
-        platform=platform,
-        expert_parallel=use_ep,
-        graphs=engine.graphs,
-        replicated=_replicated(moe),
-    )
-    if not use_ep or (platform == "cuda" and setting in ("auto", "engine")):
-        return [answer]
-    return [answer, support.supports_expert_division(moe.num_experts, moe.ep_size)]
 
 
 class TmaFp8MoEMethod(FusedMoEMethodBase):
@@ -190,14 +123,37 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             "the fused router" if own else "the engine",
             words,
         )
+        self._make_ready(layer)
         self._record(layer, f"{'moe_backend' if own else 'engine'}: {words}")
+
+    def _make_ready(self, layer: Any) -> None:
+        """Compiles and proves kernels before the server is ready.
+
+        With an exchange the profile run does: rows arrive in a layout of the exchange's own.
+        """
+        if compat.platform()[0] != "cuda" or self._exchange is not None:
+            return
+        shape, moe = shape_of(layer), self.moe
+        gathered = moe.dp_size * moe.pcp_size if travels(moe) else 1
+        readiness.make_ready(
+            readiness.Subject(
+                name=layer.layer_name,
+                weights=_weights(layer),
+                shape=shape,
+                spec=self._plan.spec or RouterSpec(shape.top_k),
+                activation=self._activation,
+                bias=layer.e_score_correction_bias if self._plan.spec else None,
+                expert_map=layer.expert_map,
+                max_tokens=moe.max_num_tokens * gathered,
+            )
+        )
 
     def _plan_exchange(self, layer: Any) -> int | None:
         moe = self.moe
-        if not (_travels(moe) and moe.use_ep):
+        if not (travels(moe) and moe.use_ep):
             return None
         platform, _ = compat.platform()
-        transport = exchange.transport(envs.load().ep, platform, _replicated(moe))
+        transport = exchange.transport(envs.load().ep, platform, replicated(moe))
         if transport == exchange.ENGINE or moe.num_experts % moe.ep_size:
             return None
         config = EPConfig(
@@ -210,19 +166,20 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
 
     def _record(self, layer: Any, words: str) -> None:
         parallel = self.moe.moe_parallel_config
-        where = "kernels on sm_90" if compat.platform()[0] == "cuda" else "torch reference on CPU"
+        cuda, shape, most = compat.platform()[0] == "cuda", shape_of(layer), self.moe.max_num_tokens
         status.record(
             layer,
             status.LayerStatus(
                 layer=layer.layer_name,
                 backend="moe_backend",
-                reason=where,
-                shape=shape_of(layer),
+                reason="kernels on sm_90" if cuda else "torch reference on CPU",
+                shape=shape,
                 routing=words,
+                config=readiness.chosen(shape, most, layer.w13_weight.device) if cuda else {},
                 ep={
                     "size": parallel.ep_size,
                     "rank": parallel.ep_rank,
-                    "transport": exchange.describe(self._exchange, _travels(self.moe)),
+                    "transport": exchange.describe(self._exchange, travels(self.moe)),
                 },
             ),
         )
