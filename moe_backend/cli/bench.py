@@ -128,3 +128,40 @@ def aux_loss(output: Path | None = OUTPUT, as_json: bool = JSON) -> None:
     from moe_backend.measure import bench_aux_loss
 
     _family("aux loss", bench_aux_loss.run, output, as_json)
+
+
+@app.command("ep")
+def expert_parallel(
+    gpus: int = typer.Option(0, help="GPUs to use; all by default. Under torchrun: its ranks."),
+    tokens: str = typer.Option("1,128,1024,4096", help="Numbers of tokens per rank."),
+    programs: int = typer.Option(32, help="SMs that move rows."),
+    hidden: int = typer.Option(7168, help="Hidden size."),
+    experts: int = typer.Option(256, help="Experts of all ranks together."),
+    top_k: int = typer.Option(8, help="Experts of a token."),
+    output: Path | None = OUTPUT,
+    as_json: bool = JSON,
+) -> None:
+    """Dispatch and combine between GPUs, beside NCCL and the NVLink floor."""
+    counts = numbers(tokens, "tokens")
+    need_gpu()
+    import torch
+
+    from moe_backend.measure import bench_ep, family
+
+    gpus = gpus or torch.cuda.device_count()
+    if gpus > torch.cuda.device_count() or experts % gpus:
+        fail(f"--gpus: expected 1 to {torch.cuda.device_count()}, dividing {experts} experts")
+    config = {"num_experts": experts, "hidden": hidden, "top_k": top_k}
+    rows = bench_ep.run(gpus, counts, programs, config)
+    if rows is None:
+        return
+    results = {"environment": family.environment(), "rows": rows}
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "ep.json").write_text(json.dumps(results, indent=2))
+    if as_json:
+        emit_json(results)
+    else:
+        console.print(bench_ep.table(rows))
+    if any(row["failed"] for row in rows):
+        fail("the exchange was wrong or failed; see the table")

@@ -110,8 +110,13 @@ class SymmExchange:
             (flight.num_tokens, self.config.hidden), dtype=torch.bfloat16, device=rows.device
         )
         ep_combine.collect(end, flight.slot, out)
-        self._free.append(flight.slot)
+        self.release(flight)
         return out
+
+    def release(self, flight: Flight) -> None:
+        """Frees a dispatch's slot. Without its combine only while nothing else but the very same
+        tokens is dispatched there: for timing."""
+        self._free.append(flight.slot)
 
     def move_experts(self, place: torch.Tensor) -> None:
         self._ready().place.copy_(place)

@@ -7,6 +7,7 @@ import platform
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,9 +80,14 @@ class SymmetricBuffer:
         local.zero_()
         torch.cuda.synchronize(device)
         self.local: torch.Tensor | None = local
-        self._handle: object | None = handle
+        self._handle: Any = handle
         self.peers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         agree(control, "symmetric memory is ready", {"bytes": nbytes})
+
+    def of(self, rank: int) -> torch.Tensor:
+        """A rank's memory as this rank sees it."""
+        assert self.local is not None
+        return self._handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
 
     def destroy(self) -> None:
         """Unmaps. Only once no rank's kernel uses the memory any more."""
