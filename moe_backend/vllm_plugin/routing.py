@@ -63,11 +63,12 @@ def _special(layer: Any, router: Any | None) -> str:
 def _own(layer: Any) -> RoutingPlan:
     bias = layer.e_score_correction_bias is not None
     experts, groups = layer.global_num_experts, layer.num_expert_group or 1
-    grouped = bool(layer.use_grouped_topk) and 1 < groups < experts and experts % groups == 0
-    if not grouped and not bias and float(layer.routed_scaling_factor) != 1.0:
-        # The engine's plain top-k has no factor; whether it drops or applies it is its business.
+    # The engine's grouped router steps aside where groups do not divide the experts properly.
+    grouping = bool(layer.use_grouped_topk) and groups < experts and experts % groups == 0
+    grouped = grouping and groups > 1
+    if not grouping and not bias and float(layer.routed_scaling_factor) != 1.0:
         return engine_routes("a scaling factor on ungrouped routing without bias")
-    if not grouped and not bias and layer.use_grouped_topk and layer.scoring_func != "softmax":
+    if not grouping and not bias and layer.use_grouped_topk and layer.scoring_func != "softmax":
         return engine_routes("grouping that does not divide the experts")
     try:
         spec = RouterSpec(
