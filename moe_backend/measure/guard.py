@@ -9,7 +9,7 @@ stop with SIGTERM, and after the grace every descendant is killed. Descendants c
 new session or a double fork: the guard adopts orphans (a "child subreaper"). Helpers that unlink
 shared memory (Python's resource tracker) are let live until they have done so; segments that a
 killed process still leaves in /dev/shm are removed by name, only those its own processes had open.
-Folders named with ``--remove`` go too.
+Folders named with ``--remove`` go when the owner does; while it lives, it may still read them.
 
 Standard library only: it must start at once and work when everything else is broken. Linux only.
 """
@@ -33,7 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 SHM = "/dev/shm/"
 TRACKER = b"resource_tracker"
 TRACKER_PATIENCE_S = 3.0
-SNAPSHOT_EVERY_S = 2.0
+SNAPSHOT_EVERY_S = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -120,7 +120,7 @@ class Guard:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._asked = False
+        self._asked = self.owner_gone = False
         for number in ENDING:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -137,12 +137,13 @@ class Guard:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if 0 in ready and not os.read(0, 4096):
-                self._asked = True
+                self._asked = self.owner_gone = True
 
     def run(self) -> int:
         for _ in self._events():
             self.segments |= segments_of(children_of(os.getpid()))
         if self.child.poll() is None:
+            self.segments |= segments_of(children_of(os.getpid()))
             self.child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(self.grace)
@@ -160,11 +161,11 @@ def main() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         print("guard: cannot adopt orphans on this kernel", file=sys.stderr)
-    try:
-        return Guard(arguments.command, arguments.grace).run()
-    finally:
-        for folder in arguments.remove:
-            shutil.rmtree(folder, ignore_errors=True)
+    guard = Guard(arguments.command, arguments.grace)
+    code = guard.run()
+    for folder in arguments.remove if guard.owner_gone else []:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
 
 
 if __name__ == "__main__":

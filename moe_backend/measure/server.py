@@ -26,6 +26,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from moe_backend import envs
 from moe_backend.measure import server_log
 
 HOST = "127.0.0.1"
@@ -71,6 +72,8 @@ def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     environment = dict(os.environ)
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Ray starts workers with their machine's own environment; vLLM copies only what it knows.
+    environment.setdefault("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", envs.PREFIX)
     # `python -m` would put the current folder first on the path, and a checkout of this project
     # has a folder `kernels` there, which transformers would take for another package.
     environment["PYTHONSAFEPATH"] = "1"
