@@ -188,3 +188,10 @@ def gather_from_experts(word: Any) -> list[Any]:
     words: list[Any] = [None] * group.size()
     dist.all_gather_object(words, word, group=group)
     return words
+
+
+def require_usable(method: Any) -> None:
+    """Raises when the engine chose no kernel for its own method, which it finds out only after
+    loading weights."""
+    if getattr(method, "experts_cls", method) is None:
+        raise ValueError(f"vLLM {engine_version()} has no FP8 MoE kernel for this platform")

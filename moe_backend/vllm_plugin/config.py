@@ -72,7 +72,7 @@ class TmaFp8Config(Fp8Config):
         engine = checks.EngineFacts.of(compat.engine_config())
         reasons = checks.model_refusals(model, engine, compat.platform())
         if reasons and _may_fall_back():
-            logger.warning("%s: MoE layers go to the engine: %s", METHOD, " | ".join(reasons))
+            logger.warning_once("%s: MoE layers go to the engine: %s", METHOD, " | ".join(reasons))
             return
         checks.refuse(reasons)
         if not model.num_experts or model.num_experts < 2:
@@ -100,15 +100,17 @@ class TmaFp8Config(Fp8Config):
         if not _may_fall_back():
             checks.refuse(reasons, f", layer {prefix}")
         reason = " | ".join(reasons)
-        logger.warning_once("%s: layers like %s go to the engine: %s", METHOD, prefix, reason)
+        logger.warning_once("%s: MoE layers go to the engine: %s", METHOD, reason)
         status.record(layer, status.LayerStatus(prefix, "engine", reason, shape_of(layer)))
         try:
-            return super().get_quant_method(layer, prefix)
+            method = super().get_quant_method(layer, prefix)
+            compat.require_usable(method)
         except Exception as error:
             raise checks.Refused(
                 f"--quantization {METHOD}, layer {prefix}: {reason}. MOE_BACKEND_FALLBACK=allow "
                 f"handed it to the engine, which cannot serve it either: {error}"
             ) from error
+        return method
 
 
 def _may_fall_back() -> bool:
