@@ -121,8 +121,8 @@ def find_folder(model: str, *, weights: bool = False) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.jinja", "tokenizer*", *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        whole = ["*.json", "*.jinja", "tokenizer*", "*.safetensors"]
+        return Path(snapshot_download(model, allow_patterns=whole if weights else "config.json"))
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
