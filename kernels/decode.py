@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer for a handful of tokens in two launches: no ordering by expert, no tensor cores.
+"""The layer for a handful of tokens: no ordering by expert, the weights' bytes spread over all SMs.
 
-At one to four tokens nearly every route has an expert of its own, and reading its weights is all
-that costs. So each program streams a few weight rows once, as vectors, for one route:
+At one to eight tokens nearly every route has an expert of its own, and reading its weights is all
+that costs. Each route is a tile of one row, so nothing is sorted; the up projection is cut along N
+and K until every SM streams weights:
 
-    up:    H[route, n] = w13[e, n] · quantised x[token]                              fp32 [routes, 2I]
-    down:  out[token, c] = sum over slot of weight * bf16( w2[e, c] · quantised swiglu(H[route]) )
+    quantise x -> up:    P[split, route, n] = w13[e, n, part of K] . q[token, part of K]      fp32
+               -> act:   Q[route], S[route] = quantise(swiglu(sum of P over splits))
+               -> down:  out[token] = sum over slot of weight * bf16(w2[e] . Q[route]), slot order
 
-Every program quantises the activations it needs itself: cheaper than another launch. Grids: up
-(rows of w13, route), down (columns of the output, token). Same rounding as the other path.
+Weight rows stand on the MMA's M; its N holds 16 rows of which one counts (TMA brings neighbours or
+zeros). The down projection either walks all slots of a token and reduces on the way, or, where
+columns are too few to fill the GPU, writes one row per route for unpermute_reduce.
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grouped_gemm import swiglu
-from .quant_fp8 import quantise
+from .quant_fp8 import quant_fp8, quantise
+from .unpermute_reduce import unpermute_reduce
+
+_ROWS = 64  # weight rows of a program
+_NARROW = 16  # the MMA's smallest N
+_PROGRAMS = 264  # two for every SM of an H200
 
 
 @triton.jit
@@ -29,21 +41,13 @@ def _expert(ids_ptr, map_ptr, route, num_global, E: tl.constexpr, MAPPED: tl.con
 
 
 @triton.jit
-def _rows_dot(w_ptr, w_scale_ptr, q, scale, row_at, scale_at, col, group, inside, K):
-    """Scaled dot of rows [ROWS, K] with one quantised vector: columns ``col`` [GROUPS, 128]."""
-    ok = inside[:, None, None] & (col < K)[None, :, :]
-    w = tl.load(w_ptr + row_at[:, None, None] + col[None, :, :], mask=ok, other=0.0)
-    ok = inside[:, None] & (group * 128 < K)[None, :]
-    w_scale = tl.load(w_scale_ptr + scale_at[:, None] + group[None, :], mask=ok, other=0.0)
-    product = tl.sum(w.to(tl.float32) * q.to(tl.float32)[None, :, :], axis=2)
-    return tl.sum(product * (scale[None, :] * w_scale), axis=1)
-
-
-@triton.jit
 def _decode_up_kernel(
-    x_ptr, w_ptr, w_scale_ptr, ids_ptr, map_ptr, h_ptr, K, inter, num_global, top_k,
-    E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, part_ptr,
+    K, inter, num_routes, num_global, top_k, steps,
+    E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """ROWS rows of w13 times one token over ``steps`` groups of K (grid: rows, route, split)."""
     route = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -51,101 +55,208 @@ def _decode_up_kernel(
     e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
     if e < 0:
         return
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = route // top_k
+    groups = tl.cdiv(K, 128)
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     blocks = tl.cdiv(inter, 128)
     block = tl.where(row < inter, row // 128, blocks + (row - inter) // 128)
-    row_at = (e * 2 * inter + row).to(tl.int64) * K
-    scale_at = (e * 2 * blocks + block) * tl.cdiv(K, 128)
-    acc = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, tl.cdiv(K, 128), GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-        x = tl.load(x_ptr + (route // top_k).to(tl.int64) * K + col, mask=col < K, other=0.0)
-        q, scale = quantise(x.to(tl.float32), 1)
-        acc += _rows_dot(
-            w_ptr, w_scale_ptr, q, scale, row_at, scale_at, col, group, row < 2 * inter, K
-        )
-    tl.store(h_ptr + route * 2 * inter + row, acc, mask=row < 2 * inter)
+    block = tl.minimum(block, 2 * blocks - 1)
+    w_scale_row = w_scale_ptr + (e * 2 * blocks + block) * groups
+    x_scale_row = x_scale_ptr + token.to(tl.int64) * groups
+    start = tl.program_id(2) * steps
+    stop = tl.minimum(start + steps, groups)
+    acc = tl.zeros((ROWS, NARROW), tl.float32)
+    scale = tl.load(w_scale_row + start) * tl.load(x_scale_row + start)
+    for k in tl.range(start, stop, num_stages=STAGES):
+        ahead = tl.minimum(k + 1, groups - 1)
+        next_scale = tl.load(w_scale_row + ahead) * tl.load(x_scale_row + ahead)
+        x = x_desc.load([token, k * 128])
+        w = w_desc.load([e * 2 * inter + first_row, k * 128])
+        acc += tl.dot(w, x.T) * scale[:, None]
+        scale = next_scale
+    mine = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, acc, 0.0), axis=1)
+    at = part_ptr + (tl.program_id(2) * num_routes + route) * 2 * inter
+    tl.store(at + row, mine, mask=row < 2 * inter)
+
+
+@triton.jit
+def _decode_act_kernel(
+    part_ptr, ids_ptr, map_ptr, q_ptr, s_ptr, row_ptr, inter, num_routes, num_global, alpha, limit,
+    SPLITS: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, GROUPS: tl.constexpr,
+    LIMITED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum of the splits, SwiGLU and quantisation of one route (grid: route, groups)."""
+    route = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    live = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED) >= 0
+    tl.store(row_ptr + route, tl.where(live, route, -1))
+    if not live:
+        return
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = col < inter
+    gate = tl.zeros((GROUPS, 128), tl.float32)
+    up = tl.zeros((GROUPS, 128), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = part_ptr + (split * num_routes + route) * 2 * inter + col
+        gate += tl.load(at, mask=inside, other=0.0)
+        up += tl.load(at + inter, mask=inside, other=0.0)
+    q, scale = quantise(swiglu(gate, up, alpha, limit, LIMITED), 1)
+    tl.store(q_ptr + route.to(tl.int64) * inter + col, q, mask=inside)
+    groups = tl.cdiv(inter, 128)
+    tl.store(s_ptr + route * groups + group, scale, mask=group < groups)
 
 
 @triton.jit
 def _decode_down_kernel(
-    h_ptr, w_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr, out_ptr,
-    hidden, inter, num_global, alpha, limit,
-    TOP_K: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
-    LIMITED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr, out_ptr,
+    hidden, inter, num_global,
+    SLOTS: tl.constexpr, REDUCE: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr,
+    ROWS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1)
-    out_col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    """ROWS columns of the output of SLOTS routes in a row (grid: columns, routes / SLOTS).
+
+    REDUCE: the weighted sum of a token's routes; otherwise the row of a single route.
+    """
+    first_route = tl.program_id(1) * SLOTS
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     groups = tl.cdiv(inter, 128)
+    block = tl.minimum(row, hidden - 1) // 128
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((COLS,), tl.float32)
-    for slot in tl.static_range(TOP_K):
-        route = token * TOP_K + slot
+    acc = tl.zeros((ROWS, NARROW), tl.float32)
+    total = tl.zeros((ROWS, NARROW), tl.float32)
+    for i in tl.range(0, SLOTS * groups, num_stages=STAGES):
+        k = i % groups
+        route = first_route + i // groups
         e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
         live = e >= 0
-        row_at = (e * hidden + out_col).to(tl.int64) * inter
-        scale_at = (e * tl.cdiv(hidden, 128) + out_col // 128) * groups
-        y = tl.zeros((COLS,), tl.float32)
-        for first in tl.range(0, groups, GROUPS):
-            group = first + tl.arange(0, GROUPS)
-            col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-            at = h_ptr + route * 2 * inter + col
-            gate = tl.load(at, mask=live & (col < inter), other=0.0)
-            up = tl.load(at + inter, mask=live & (col < inter), other=0.0)
-            q, scale = quantise(swiglu(gate, up, alpha, limit, LIMITED), 1)
-            y += _rows_dot(
-                w_ptr,
-                w_scale_ptr,
-                q,
-                scale,
-                row_at,
-                scale_at,
-                col,
-                group,
-                live & (out_col < hidden),
-                inter,
-            )
+        e = tl.maximum(e, 0)
+        w_scale = tl.load(w_scale_ptr + (e * tl.cdiv(hidden, 128) + block) * groups + k)
+        h_scale = tl.load(h_scale_ptr + route * groups + k)
         weight = tl.load(weight_ptr + route)
-        total += tl.where(live, weight, 0.0) * y.to(tl.bfloat16).to(tl.float32)
-    at = token.to(tl.int64) * hidden + out_col
+        h = h_desc.load([route, k * 128])
+        w = w_desc.load([e * hidden + first_row, k * 128])
+        acc += tl.dot(w, h.T) * (w_scale * h_scale)[:, None]
+        last = k == groups - 1
+        if REDUCE:
+            y = tl.where(live & last, acc, 0.0).to(tl.bfloat16).to(tl.float32)
+            total += tl.where(live & last, weight, 0.0) * y
+            acc = tl.where(last, 0.0, acc)
+    if not REDUCE:
+        total = acc
+    mine = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, total, 0.0), axis=1)
+    at = tl.program_id(1).to(tl.int64) * hidden + row
     if SHARED:
-        total += tl.load(shared_ptr + at, mask=out_col < hidden, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=out_col < hidden)
+        mine += tl.load(shared_ptr + at, mask=row < hidden, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, mine.to(out_ptr.dtype.element_ty), mask=row < hidden)
+
+
+class Rows(NamedTuple):
+    """The intermediate of every route."""
+
+    h: torch.Tensor  # [routes, I] e4m3; rows of absent routes stay uninitialised
+    scale: torch.Tensor  # [routes, cdiv(I, 128)] fp32
+    route_row: torch.Tensor  # [num_tokens, top_k] int32: the route's own index, or -1
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Which weights a decode launch reads, and how ids become their rows."""
+
+    weights: torch.Tensor  # [E, N, K] e4m3
+    scale: torch.Tensor
+    topk_ids: torch.Tensor  # [num_tokens, top_k] int32, contiguous
+    expert_map: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ids = self.topk_ids
+        if ids.dtype != torch.int32 or not ids.is_contiguous():
+            raise ValueError(
+                f"topk_ids: expected contiguous int32, found {ids.dtype}, strides {ids.stride()}"
+            )
+
+    def descriptor(self) -> TensorDescriptor:
+        rows = self.weights.view(-1, self.weights.shape[2])
+        return TensorDescriptor.from_tensor(rows, [_ROWS, 128])
+
+    def common(self, pdl: bool) -> dict:
+        return {
+            "E": self.weights.shape[0],
+            "MAPPED": self.expert_map is not None,
+            "PDL": pdl,
+            "launch_pdl": pdl,
+        }
+
+    @property
+    def num_global(self) -> int:
+        return (self.weights if self.expert_map is None else self.expert_map).shape[0]
 
 
 def decode_up(
-    x: torch.Tensor, w13: torch.Tensor, w13_scale: torch.Tensor, topk_ids: torch.Tensor,
-    *, expert_map: torch.Tensor | None = None, rows: int = 16, pdl: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """fp32 [num_tokens * top_k, 2I]; rows of absent routes stay uninitialised."""
-    experts, two_inter, k = w13.shape
-    routes = topk_ids.numel()
-    h = torch.empty((routes, two_inter), dtype=torch.float32, device=x.device)
-    _decode_up_kernel[(triton.cdiv(two_inter, rows), routes)](
-        x, w13, w13_scale, topk_ids, expert_map, h, k, two_inter // 2,
-        experts if expert_map is None else expert_map.shape[0], topk_ids.shape[1],
-        E=experts, MAPPED=expert_map is not None, ROWS=rows, GROUPS=min(8, triton.next_power_of_2(triton.cdiv(k, 128))),
-        PDL=pdl, launch_pdl=pdl,
+    x: torch.Tensor,
+    w13: Experts,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    pdl: bool = False,
+) -> Rows:
+    """``x`` [num_tokens, hidden] bf16 to the quantised intermediate of every route."""
+    two_inter, k = w13.weights.shape[1:]
+    inter, routes, groups = two_inter // 2, w13.topk_ids.numel(), triton.cdiv(k, 128)
+    programs = triton.cdiv(two_inter, _ROWS) * routes
+    splits = min(8, max(1, _PROGRAMS // programs), max(1, groups // 4))
+    steps = triton.cdiv(groups, splits)
+    splits = triton.cdiv(groups, steps)
+    q, scale = quant_fp8(x, pdl=pdl)
+    part = torch.empty((splits, routes, two_inter), dtype=torch.float32, device=x.device)
+    _decode_up_kernel[(triton.cdiv(two_inter, _ROWS), routes, splits)](
+        TensorDescriptor.from_tensor(q, [_NARROW, 128]), w13.descriptor(), scale, w13.scale,
+        w13.topk_ids, w13.expert_map, part, k, inter, routes, w13.num_global,
+        w13.topk_ids.shape[1], steps, ROWS=_ROWS, NARROW=_NARROW, STAGES=8,
+        num_stages=8, **w13.common(pdl),
     )  # fmt: skip
-    return h
+    groups = triton.cdiv(inter, 128)
+    h = torch.empty((routes, inter), dtype=torch.float8_e4m3fn, device=x.device)
+    h_scale = torch.empty((routes, groups), dtype=torch.float32, device=x.device)
+    route_row = torch.empty_like(w13.topk_ids)
+    wide = min(8, triton.next_power_of_2(groups))
+    _decode_act_kernel[(routes, triton.cdiv(groups, wide))](
+        part, w13.topk_ids, w13.expert_map, h, h_scale, route_row, inter, routes, w13.num_global,
+        alpha, limit or 0.0, SPLITS=splits, GROUPS=wide, LIMITED=limit is not None,
+        **w13.common(pdl),
+    )  # fmt: skip
+    return Rows(h, h_scale, route_row)
 
 
 def decode_down(
-    h: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
-    out: torch.Tensor, *, expert_map: torch.Tensor | None = None, shared: torch.Tensor | None = None,
-    alpha: float = 1.0, limit: float | None = None, cols: int = 16, pdl: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    rows: Rows,
+    w2: Experts,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    shared: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
     """Writes ``out`` [num_tokens, hidden] from decode_up's rows."""
-    experts, hidden, inter = w2.shape
-    num_tokens, top_k = topk_ids.shape
-    _decode_down_kernel[(triton.cdiv(hidden, cols), num_tokens)](
-        h, w2, w2_scale, topk_ids, expert_map, topk_weights, shared, out,
-        hidden, inter, experts if expert_map is None else expert_map.shape[0], alpha, limit or 0.0,
-        TOP_K=top_k, E=experts, MAPPED=expert_map is not None, COLS=cols,
-        GROUPS=min(8, triton.next_power_of_2(triton.cdiv(inter, 128))), LIMITED=limit is not None,
-        SHARED=shared is not None, PDL=pdl, launch_pdl=pdl,
+    hidden, inter = w2.weights.shape[1:]
+    num_tokens, top_k = w2.topk_ids.shape
+    columns = triton.cdiv(hidden, _ROWS)
+    reduces = columns * num_tokens * 3 >= _PROGRAMS or top_k == 1
+    slots = top_k if reduces else 1
+    target = out if reduces else out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
+    _decode_down_kernel[(columns, num_tokens * top_k // slots)](
+        TensorDescriptor.from_tensor(rows.h, [_NARROW, 128]), w2.descriptor(), rows.scale, w2.scale,
+        w2.topk_ids, w2.expert_map, topk_weights, shared, target, hidden, inter, w2.num_global,
+        SLOTS=slots, REDUCE=reduces, ROWS=_ROWS, NARROW=_NARROW, STAGES=14,
+        SHARED=reduces and shared is not None, num_stages=14, **w2.common(pdl),
     )  # fmt: skip
+    if not reduces:
+        unpermute_reduce(target, rows.route_row, topk_weights, out, shared=shared, pdl=pdl)
     return out

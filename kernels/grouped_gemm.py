@@ -118,19 +118,27 @@ def _up_kernel(
     up_scale = gate_scale + blocks * groups
     gate = _zeros(BLOCK_M, 128, SWAP)
     up = _zeros(BLOCK_M, 128, SWAP)
+    # scales are fetched one step ahead: the pipeline carries the tiles, not these
+    scale = tl.load(as_ptr + rows)
+    g_scale = tl.load(gate_scale)
+    u_scale = tl.load(up_scale)
     for first_k in tl.range(0, groups, UNROLL, num_stages=STAGES):
         for i in tl.static_range(UNROLL):
             k = first_k + i
+            ahead = k + 1 < groups
+            next_scale = tl.load(
+                as_ptr + (k + 1) * num_rows + rows, mask=ahead & (rows >= 0), other=0.0
+            )
+            next_g = tl.load(gate_scale + k + 1, mask=ahead, other=0.0)
+            next_u = tl.load(up_scale + k + 1, mask=ahead, other=0.0)
             a = a_desc.load([tile * BLOCK_M, k * 128])
             b0 = b_desc.load([first, k * 128])
             b1 = b_desc.load([first + inter, k * 128])
-            scale = tl.load(
-                as_ptr + k * num_rows + rows, mask=(k < groups) & (rows < num_rows), other=0.0
-            )
-            gate += _product(
-                a, b0, scale, tl.load(gate_scale + k, mask=k < groups, other=0.0), SWAP
-            )
-            up += _product(a, b1, scale, tl.load(up_scale + k, mask=k < groups, other=0.0), SWAP)
+            gate += _product(a, b0, scale, g_scale, SWAP)
+            up += _product(a, b1, scale, u_scale, SWAP)
+            scale = next_scale
+            g_scale = next_g
+            u_scale = next_u
     h = swiglu(gate, up, alpha, limit, LIMITED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,14 +176,24 @@ def _gemm_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     w_scale = bs_ptr + (e * scale_blocks) * groups
     acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
-    for i in tl.range(0, tl.minimum(SPAN, blocks - first) * groups, num_stages=STAGES):
+    steps = tl.minimum(SPAN, blocks - first) * groups
+    scale = tl.load(as_ptr + rows)
+    b_scale = tl.load(w_scale + (first_column + first * BLOCK_N) // 128 * groups)
+    for i in tl.range(0, steps, num_stages=STAGES):
         k = i % groups
         pn = first + i // groups
         column = first_column + pn * BLOCK_N
+        # scales are fetched one step ahead: the pipeline carries the tiles, not these
+        ahead = tl.minimum(i + 1, steps - 1)
+        next_k = ahead % groups
+        next_column = first_column + (first + ahead // groups) * BLOCK_N
+        next_scale = tl.load(as_ptr + next_k * num_rows + rows)
+        next_b = tl.load(w_scale + next_column // 128 * groups + next_k)
         a = a_desc.load([tile * BLOCK_M, k * 128])
         b = b_desc.load([e * N + column, k * 128])
-        scale = tl.load(as_ptr + k * num_rows + rows)
-        acc += _product(a, b, scale, tl.load(w_scale + column // 128 * groups + k), SWAP)
+        acc += _product(a, b, scale, b_scale, SWAP)
+        scale = next_scale
+        b_scale = next_b
         if k == groups - 1:
             c = acc.to(tl.bfloat16)
             if SWAP:

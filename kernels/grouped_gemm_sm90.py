@@ -449,25 +449,24 @@ def _half_tile(
         w0 = next_w0
         w1 = next_w1
         stage, phase = ring.next(stage, phase)
-    r = gl.arange(0, 64, gl.SliceLayout(1, _HALF))
-    rows = row_tile * 128 + r
-    cols = CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, _HALF))
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # for coalesced stores
+    r = gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    cols = CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, LINES))
     inside = (r < valid)[:, None]
-    at = dst.ptr + rows.to(gl.int64)[:, None] * dst.width + cols[None, :]
+    at = dst.ptr + (row_tile * 128 + r).to(gl.int64)[:, None] * dst.width + cols[None, :]
     if work.FUSED:
         h = dst.swiglu(acc0, acc1)
         q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
+        rows = row_tile * 128 + gl.arange(0, 64, gl.SliceLayout(1, _HALF))
         gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
-        gl.store(at + column_tile * 128, q, mask=inside)
+        gl.store(at + column_tile * 128, gl.convert_layout(q, LINES), mask=inside)
     else:
         first = column_tile * 256
-        gl.store(
-            at + first, acc0.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :]
-        )
+        c = gl.convert_layout(acc0.to(gl.bfloat16), LINES)
+        gl.store(at + first, c, mask=inside & (first + cols < dst.width)[None, :])
         first += 128
-        gl.store(
-            at + first, acc1.to(gl.bfloat16), mask=inside & (first + cols < dst.width)[None, :]
-        )
+        c = gl.convert_layout(acc1.to(gl.bfloat16), LINES)
+        gl.store(at + first, c, mask=inside & (first + cols < dst.width)[None, :])
     return stage, phase
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 SINGLE_LAUNCH_ROUTES = 2048
-_BLOCK = 256  # routes ranked by one program of the three-launch form
+_BLOCK = 128  # routes ranked by one program of the three-launch form
 
 
 class Schedule(NamedTuple):
@@ -46,7 +46,7 @@ def max_tiles(num_routes: int, num_experts: int, align: int) -> int:
 
 
 @triton.jit
-def _load_experts(
+def load_experts(
     ids_ptr, map_ptr, index, num_routes, num_global, E: tl.constexpr, MAPPED: tl.constexpr
 ):
     """Local expert of each route, or -1."""
@@ -58,14 +58,14 @@ def _load_experts(
 
 
 @triton.jit
-def _earlier_equal(e, index, others, other_index):
+def earlier_equal(e, index, others, other_index):
     """How many earlier routes among ``others`` have the same expert."""
     same = (e[:, None] == others[None, :]) & (other_index[None, :] < index[:, None])
     return tl.sum(same.to(tl.int32), axis=1)
 
 
 @triton.jit
-def _write_tiles(
+def write_tiles(
     counts,
     tile_end,
     tile_expert_ptr,
@@ -94,11 +94,12 @@ def _write_tiles(
 
 
 @triton.jit
-def _put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_routes, align):
+def put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_routes, align):
     live = e >= 0
     row = tl.gather(tile_start, tl.where(live, e, 0), 0) * align + rank
     tl.store(route_row_ptr + index, tl.where(live, row, -1), mask=index < num_routes)
     tl.store(row_route_ptr + row, index, mask=live)
+    return tl.where(live, row, -1)
 
 
 @triton.jit
@@ -110,22 +111,22 @@ def _schedule_kernel(
 ):  # fmt: skip
     """One launch: program p counts all routes, places routes and tiles of its share."""
     index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
-    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
-    everyone = _load_experts(
+    e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    everyone = load_experts(
         ids_ptr, map_ptr, tl.arange(0, R_PAD), num_routes, num_global, E, MAPPED
     )
     counts = tl.histogram(everyone, E_PAD, mask=everyone >= 0)
     rank = tl.zeros((RANKED,), tl.int32)
     for start in range(0, tl.minimum(R_PAD, (tl.program_id(0) + 1) * RANKED), CHUNK):
         other_index = start + tl.arange(0, CHUNK)
-        others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
-        rank += _earlier_equal(e, index, others, other_index)
+        others = load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
+        rank += earlier_equal(e, index, others, other_index)
     needed = (counts + align - 1) // align
     tile_end = tl.cumsum(needed, 0)
-    _put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align)
+    put_rows(e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align)
     tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
-        _write_tiles(
+        write_tiles(
             counts,
             tile_end,
             tile_expert_ptr,
@@ -141,22 +142,21 @@ def _schedule_kernel(
 @triton.jit
 def _count_kernel(
     ids_ptr, map_ptr, rank_ptr, block_count_ptr, num_routes, num_global,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MAPPED: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Rank of each route within its block, and the block's histogram."""
     first = tl.program_id(0) * BLOCK
     index = first + tl.arange(0, BLOCK)
-    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, BLOCK, CHUNK):
         other_index = first + start + tl.arange(0, CHUNK)
-        others = _load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
-        rank += _earlier_equal(e, index, others, other_index)
+        others = load_experts(ids_ptr, map_ptr, other_index, num_routes, num_global, E, MAPPED)
+        rank += earlier_equal(e, index, others, other_index)
     tl.store(rank_ptr + index, rank, mask=index < num_routes)
-    tl.store(
-        block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD),
-        tl.histogram(e, E_PAD, mask=e >= 0),
-    )
+    at = block_count_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD)
+    tl.store(at, tl.histogram(e, E_PAD, mask=e >= 0))
 
 
 @triton.jit
@@ -189,17 +189,17 @@ def _place_kernel(
 ):  # fmt: skip
     """Rows from ranks, block bases and padded totals (in place of the ranks), and the tiles."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    e = _load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
+    e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
     experts = tl.arange(0, E_PAD)
     counts = tl.load(counts_ptr + experts)
     needed = (counts + align - 1) // align
     tile_end = tl.cumsum(needed, 0)
     rank = tl.load(rank_ptr + index, mask=index < num_routes, other=0)
     rank += tl.load(block_base_ptr + tl.program_id(0) * E_PAD + e, mask=e >= 0, other=0)
-    _put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align)
+    put_rows(e, index, rank, tile_end - needed, rank_ptr, row_route_ptr, num_routes, align)
     tl.store(tile_count_ptr, tl.sum(needed, 0), mask=tl.program_id(0) == 0)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
-        _write_tiles(
+        write_tiles(
             counts,
             tile_end,
             tile_expert_ptr,
@@ -210,6 +210,25 @@ def _place_kernel(
             E,
             E_PAD,
         )
+
+
+def empty_schedule(
+    topk_ids: torch.Tensor, num_local_experts: int, align: int, expert_map: torch.Tensor | None
+) -> Schedule:
+    """Checked arguments and buffers for the worst case."""
+    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
+        raise ValueError(
+            f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}"
+        )
+    if expert_map is not None and expert_map.dtype != torch.int32:
+        raise ValueError(f"expert_map: expected int32, found {expert_map.dtype}")
+    num_routes, dev = topk_ids.numel(), topk_ids.device
+    num_tiles = max_tiles(num_routes, num_local_experts, align)
+    route_row = torch.empty(topk_ids.shape, dtype=torch.int32, device=dev)
+    row_route = torch.empty(num_tiles * align, dtype=torch.int32, device=dev)
+    tiles = torch.empty(2 * num_tiles + 1, dtype=torch.int32, device=dev)
+    tiles = tiles[:num_tiles], tiles[num_tiles:-1], tiles[-1:]
+    return Schedule(route_row, row_route, *tiles, align)
 
 
 def schedule(
@@ -227,23 +246,14 @@ def schedule(
         align: rows of a tile, a power of two.
         expert_map: int32, global id -> local id or -1; without it ids are local.
     """
-    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
-        raise ValueError(
-            f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}"
-        )
-    if expert_map is not None and expert_map.dtype != torch.int32:
-        raise ValueError(f"expert_map: expected int32, found {expert_map.dtype}")
-    num_routes, dev = topk_ids.numel(), topk_ids.device
-    num_tiles = max_tiles(num_routes, num_local_experts, align)
-    route_row = torch.empty(topk_ids.shape, dtype=torch.int32, device=dev)
-    row_route = torch.empty(num_tiles * align, dtype=torch.int32, device=dev)
-    tiles = torch.empty(2 * num_tiles + 1, dtype=torch.int32, device=dev)
-    tiles = tiles[:num_tiles], tiles[num_tiles:-1], tiles[-1:]
-    out = Schedule(route_row, row_route, *tiles, align)
+    out = empty_schedule(topk_ids, num_local_experts, align, expert_map)
+    tiles = out.tile_expert, out.tile_rows, out.num_tiles
+    num_routes, num_tiles = topk_ids.numel(), out.tile_expert.numel()
+    route_row, row_route, dev = out.route_row, out.row_route, topk_ids.device
     if num_routes == 0:
         return out
     num_global = num_local_experts if expert_map is None else expert_map.shape[0]
-    e_pad = triton.next_power_of_2(max(num_local_experts, 2))
+    e_pad = triton.next_power_of_2(max(num_local_experts, 16))
     sizes = {"E": num_local_experts, "E_PAD": e_pad, "MAPPED": expert_map is not None, "TILES": 16}
     if num_routes <= SINGLE_LAUNCH_ROUTES:
         r_pad = max(32, triton.next_power_of_2(num_routes))
@@ -264,7 +274,7 @@ def schedule(
         num_routes,
         num_global,
         BLOCK=_BLOCK,
-        CHUNK=64,
+        CHUNK=min(e_pad, 128),
         num_warps=8,
         **sizes,
     )

@@ -13,14 +13,14 @@ from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfi
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, weights and tokens per expert; see reference.router_topk."""
+    logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, *, want_counts: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """ids, weights and, if wanted, tokens per expert; see reference.router_topk."""
     if not logits.is_cuda:
         return reference.router_topk(logits, spec, bias)
     from moe_backend.kernels.router_topk import router_topk
 
-    return router_topk(logits, spec, bias)
+    return router_topk(logits, spec, bias, want_counts=want_counts)
 
 
 def experts(
@@ -58,7 +58,7 @@ def run_experts(
     config: KernelConfig,
 ) -> torch.Tensor:
     """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
-    from moe_backend.kernels import decode
+    from moe_backend.kernels import decode, schedule_quant
     from moe_backend.kernels import grouped_gemm as gg
     from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
     from moe_backend.kernels.schedule import schedule
@@ -72,18 +72,20 @@ def run_experts(
     out = torch.empty_like(x)
     clamp = {"alpha": activation.alpha, "limit": activation.limit}
     if config.direct:
-        h = decode.decode_up(
-            x, weights.w13, weights.w13_scale, topk_ids, expert_map=expert_map, pdl=pdl
+        w13 = decode.Experts(weights.w13, weights.w13_scale, topk_ids, expert_map)
+        w2 = decode.Experts(weights.w2, weights.w2_scale, topk_ids, expert_map)
+        rows = decode.decode_up(x, w13, pdl=pdl, **clamp)
+        return decode.decode_down(rows, w2, topk_weights, out, shared=shared_output, pdl=pdl)
+    if not config.gather and 0 < topk_ids.numel() <= schedule_quant.MAX_ROUTES:
+        plan, a, a_scale = schedule_quant.schedule_quant(
+            x, topk_ids, weights.num_local_experts, config.align, expert_map=expert_map, pdl=pdl
         )
-        return decode.decode_down(
-            h, weights.w2, weights.w2_scale, topk_ids, topk_weights, out,
-            expert_map=expert_map, shared=shared_output, pdl=pdl, **clamp,
-        )  # fmt: skip
-    plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
-    if config.gather:
-        a, a_scale = quant_fp8(x, pdl=pdl)
     else:
-        a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
+        plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
+        if config.gather:
+            a, a_scale = quant_fp8(x, pdl=pdl)
+        else:
+            a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
     up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale, config.gather)
     if config.up.kernel == "gluon":
         h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, turns=config.up.turns, **clamp)
