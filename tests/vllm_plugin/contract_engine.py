@@ -64,18 +64,19 @@ class Engine:
     def quant_config(self, **changes):
         return TmaFp8Entry.from_config({**BLOCKS, **changes})
 
-    def build(self, case: Case, *, bias=None, ep: tuple[int, int] | None = None, **more):
+    def build(self, case: Case, *, bias=None, ep=None, dp=1, **more):
         """A runner with loaded weights; ``ep`` pretends (size, rank) of expert parallelism."""
-        runner = self.bare(case, bias=bias, ep=ep, **more)
+        runner = self.bare(case, bias=bias, ep=ep, dp=dp, **more)
         layer = runner.routed_experts
         load(layer, checkpoint(case))
         layer.quant_method.process_weights_after_loading(layer)
         return runner
 
-    def bare(self, case: Case, *, bias=None, ep=None, quant_config=None, **more):
+    def bare(self, case: Case, *, bias=None, ep=None, dp=1, quant_config=None, **more):
         self.count += 1
         prefix = f"model.layers.{self.count}.mlp.experts"
-        with set_current_vllm_config(self.config), pretended(ep, more.get("enable_eplb", False)):
+        eplb = more.get("enable_eplb", False)
+        with set_current_vllm_config(self.config), pretended(ep, eplb, dp):
             return make_runner(
                 **{**case.__dict__, **more},
                 e_score_correction_bias=bias,
@@ -90,7 +91,7 @@ class Engine:
 
 
 @contextmanager
-def pretended(ep, eplb=False):
+def pretended(ep, eplb=False, dp=1):
     """Builds layers as rank ep[1] of ep[0] expert-parallel ranks would, in one process."""
     if ep is None:
         yield
@@ -99,7 +100,8 @@ def pretended(ep, eplb=False):
 
     def make(*args, **kwargs):
         found = original(*args, **kwargs)
-        return replace(found, ep_size=ep[0], ep_rank=ep[1], use_ep=True, enable_eplb=eplb)
+        ranks = {"ep_size": ep[0], "ep_rank": ep[1], "dp_size": dp, "dp_rank": ep[1] % dp}
+        return replace(found, **ranks, use_ep=True, enable_eplb=eplb)
 
     FusedMoEParallelConfig.make = staticmethod(make)
     try:

@@ -9,7 +9,7 @@ from contract_kit import assert_close, check, environment, inputs, oracle
 from vllm.forward_context import set_forward_context
 
 from moe_backend import Activation, RouterSpec, reference
-from moe_backend.vllm_plugin import status
+from moe_backend.vllm_plugin import exchange, status
 
 
 def assert_layer(engine, case, *, bias=None, candidates=None):
@@ -162,3 +162,27 @@ def compiles_into_one_graph(engine):
                 torch._dynamo.mark_dynamic(tensor, 0)
             with set_forward_context(None, engine.config, num_tokens=tokens):
                 assert torch.equal(compiled(x, logits), runner(x, logits))
+
+
+@check
+def our_exchange_replaces_the_engines(engine):
+    """Under data parallelism the engine's runner must not gather tokens before us."""
+    x, logits = inputs(DEEPSEEK_V3)
+    bias, seen = torch.rand(8), []
+    original = exchange.run
+    exchange.run = lambda x, routing, *rest: seen.append((routing, *rest)) or x * 2
+    try:
+        runner = engine.build(DEEPSEEK_V3, bias=bias, ep=(2, 1), dp=2)
+        layer = runner.routed_experts
+        assert not runner.do_naive_dispatch_combine
+        method = layer.quant_method
+        out = method.apply_monolithic(layer, x, logits)
+        ids, weights = seen[0][0]
+        assert torch.equal(out, x * 2)
+        assert torch.equal(method.apply(layer, x, weights, ids, None, None), x * 2)
+    finally:
+        exchange.run = original
+    spec = RouterSpec(2, "sigmoid", 4, 2, 2, True)
+    wanted = reference.router_topk(logits, spec, bias)
+    assert torch.equal(ids, wanted[0]) and torch.equal(weights, wanted[1])
+    assert status.of(layer).ep == {"size": 2, "rank": 1, "transport": "gloo"}

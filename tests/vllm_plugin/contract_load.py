@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from contract_engine import BLOCKS, DEEPSEEK_V3, Case, checkpoint, load
 from contract_kit import check, environment, inputs, refusal
 
 from moe_backend import reference
-from moe_backend.vllm_plugin import METHOD, checks, compat, register, status
+from moe_backend.vllm_plugin import METHOD, checks, compat, readiness, register, status
 
 
 @check
@@ -145,3 +147,61 @@ def cpu_linear_dequantises_once(engine):
 def engine_facts_are_read(engine):
     facts = checks.EngineFacts.of(engine.config)
     assert facts == checks.EngineFacts(), facts
+
+
+@check
+def nothing_is_derived_from_weights(engine):
+    """Sleep frees weights and keeps named buffers: a tensor of ours would point nowhere."""
+    runner = engine.build(DEEPSEEK_V3, bias=torch.rand(8))
+    layer = runner.routed_experts
+    held = [n for n, v in vars(layer.quant_method).items() if isinstance(v, torch.Tensor)]
+    assert not held, held
+    own = {n for n, v in vars(layer).items() if isinstance(v, torch.Tensor)}
+    assert own <= {"e_score_correction_bias"}, own  # a plain tensor in this test, the gate's
+
+
+@contextmanager
+def hopper():
+    """The plugin's view of an H100; the engine stays on its CPU."""
+    original = compat.platform
+    compat.platform = lambda: ("cuda", (9, 0))
+    try:
+        yield
+    finally:
+        compat.platform = original
+
+
+@check
+def dense_layers_are_the_engines_on_cuda(engine):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization import fp8
+
+    with set_current_vllm_config(engine.config), hopper():
+        linear, original = ReplicatedLinear(128, 128, bias=False), fp8.Fp8LinearMethod
+        fp8.Fp8LinearMethod = lambda config: SimpleNamespace(config=config)
+        try:
+            config = engine.quant_config()
+            assert config.get_quant_method(linear, "model.q_proj").config is config
+        finally:
+            fp8.Fp8LinearMethod = original
+
+
+@check
+def layers_are_made_ready_on_cuda(engine):
+    """Kernels are compiled and proved with exactly what the layer will run."""
+    seen, chosen = [], {"1": {"source": "heuristic"}}
+    originals = readiness.make_ready, readiness.chosen
+    readiness.make_ready, readiness.chosen = seen.append, lambda *_: chosen
+    try:
+        with hopper():
+            layer = engine.build(DEEPSEEK_V3, bias=torch.rand(8)).routed_experts
+    finally:
+        readiness.make_ready, readiness.chosen = originals
+    (subject,) = seen
+    assert subject.name == layer.layer_name and subject.weights.w13 is layer.w13_weight
+    assert (subject.spec.score, subject.spec.num_groups, subject.spec.scale) == ("sigmoid", 4, 1.0)
+    assert subject.bias is layer.e_score_correction_bias
+    assert subject.max_tokens == engine.config.scheduler_config.max_num_batched_tokens
+    entry = status.of(layer)
+    assert entry.config == chosen and entry.reason == "kernels on sm_90"
