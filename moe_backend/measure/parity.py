@@ -182,6 +182,8 @@ def _judge(
         weights, bias = tensor_store.load_experts(store, number)
         if has_bias != (bias is not None):
             raise ParityError(f"layer {number}: the selection bias is not as configured")
+        if model.num_shared_experts and f"{number}.shared" not in default:
+            raise ParityError(f"layer {number}: the shared experts could not be recorded apart")
         facts = parity_judge.LayerFacts(number, weights, spec, bias, model.activation)
         layers.append(
             parity_judge.judge_layer(facts, _parts(default, number), _parts(ours, number))

@@ -27,9 +27,10 @@ class ParityError(RuntimeError):
     """The comparison could not be made; the message says why."""
 
 
-def _environment(side: str) -> dict[str, str]:
+def _environment(side: str, folder: Path) -> dict[str, str]:
     """The default's engine does not even load our plugin."""
-    extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NO_COLOR": "1"}
+    # vLLM leaves a rendezvous file in the temporary folder of every run.
+    extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NO_COLOR": "1", "TMPDIR": str(folder)}
     if side == "default":
         groups = ("vllm.general_plugins", "vllm.platform_plugins")
         others = {e.name for group in groups for e in entry_points(group=group)} - {"tma_fp8"}
@@ -53,7 +54,7 @@ def run_engine(
             stdin=subprocess.PIPE,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=_environment(side),
+            env=_environment(side, folder),
             cwd=folder,
             start_new_session=True,
         )
