@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from moe_backend.distributed import collective
 from moe_backend.distributed.agreement import agree
 from moe_backend.distributed.backend import open_backend
 from moe_backend.distributed.config import DTYPES, EPConfig
+from moe_backend.distributed.errors import EPError
 from moe_backend.distributed.handle import EPHandle, ExpertRows
 from moe_backend.distributed.placement import divide, place_experts
+from moe_backend.distributed.watch import Watch
 from moe_backend.types import Routing
-
-log = logging.getLogger(__name__)
 
 
 class ExpertParallel:
@@ -65,6 +65,7 @@ class ExpertParallel:
         self._control.reserve(config.num_experts + self.world_size)
         self.num_local_experts = config.num_experts // self.world_size
         self.place = place_experts(self._control, config.num_experts, expert_map)
+        self._watch: Watch | None = None
         self._engine = None
         if backend == "symm":
             from moe_backend.distributed.symm import DEFAULT_PROGRAMS, SymmExchange
@@ -116,8 +117,15 @@ class ExpertParallel:
         """Raises what an earlier call found wrong; with symm, errors seen by the device."""
         (self._engine or self._control).check()
 
+    def watch(self, on_error: Callable[[EPError], None], period_s: float = 1.0) -> None:
+        """Has ``on_error`` called, in another thread, once ``check`` finds an error: for servers,
+        where replayed graphs run none of this code and health must go bad all the same."""
+        self._watch = Watch(self.check, on_error, period_s)
+
     def destroy(self) -> None:
         """Gives buffers back. Call it on all ranks once their work is done."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._engine is not None:
             self._engine.destroy()
         self._control.destroy()

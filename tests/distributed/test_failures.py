@@ -90,6 +90,26 @@ def _construction(rank, world):
     return said
 
 
+def _watched(rank, world):
+    ep, told = ExpertParallel(BASE, backend="gloo"), []
+    ep.watch(told.append, period_s=0.01)
+    time.sleep(0.1)
+    assert not told
+    ep._control.fail(EPTimeout([1], "dispatch rows", 3.0))
+    end = time.monotonic() + 5
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    ep.destroy()
+    return [str(error) for error in told]
+
+
+def test_a_watch_tells_once_what_broke():
+    """A replayed graph runs none of our Python: somebody else must notice."""
+    (told,) = run_ranks(_watched, 1)
+    assert len(told) == 1 and "no answer from rank 1 during dispatch rows" in told[0]
+
+
 def test_ranks_that_disagree_are_told_so_on_every_rank():
     for said in run_ranks(_construction, WORLD):
         for name, (_, expected) in CONSTRUCTION.items():
