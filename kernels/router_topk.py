@@ -8,16 +8,16 @@
     w     = score[ids] / (sum + 1e-20 if renormalised) * scale
 
 Shapes: logits [T, E] (rows may be strided), bias [E]; ids, weights [T, k]; counts [E].
-Grid: persistent, one warp a program and one token at a time, so that no reduction leaves the warp.
-Experts stand at column group * GROUP + member of the row (GROUP a power of two), hence column
-order is id order. Few tokens take k maximum reductions, whose latency is lowest. Many take the
-bisection of router_math.select_top, a third of the integer operations; its ids go through the
-output, which brings them together in k lanes, where each finds its rank. Either way the chosen
-logits are read again: cheaper than carrying scores along.
+Grid: one token and one warp a program, so that no reduction leaves the warp. Experts stand at
+column group * GROUP + member of the row (GROUP a power of two), hence column order is id order.
+Few tokens take k maximum reductions, whose latency is lowest. Many take the bisection of
+router_math.select_top, a third of the integer operations; its ids go through the output, which
+brings them together in k lanes, where each finds its rank. Either way the chosen logits are read
+again: cheaper than carrying scores along.
 
-The histogram of a single program is stored outright. With more, each adds its counts and, in the
-high bits, its arrival to a line of zeros; whoever sees that all others have arrived stores the sum
-and leaves a zero behind. With a caller's ``counts`` the programs add into those.
+Histogram: every program adds its ids to a line of zeros; the last one moves the sums out and leaves
+zeros. An L2 line takes an atomic every other clock, so many tokens spread theirs over copies of the
+sums, and first meet in groups of 128. With a caller's ``counts`` the programs add into those.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_counter import sm_count, zeroed_line
+from .launch_counter import zeroed_line
 from .router_math import (
     EXCLUDED,
     TAKEN,
@@ -37,21 +37,20 @@ from .router_math import (
     sortable,
 )
 
-_PROGRAMS_PER_SM = 15
-_ARRIVAL = 1 << 20  # a counter's low bits count tokens, the high bits programs: below 2**31
-_STEPS_UP_TO = 132  # tokens for which latency matters more than throughput
-_CPU_PROGRAMS = 4  # in the interpreter: few, but enough to meet every branch
+_GROUP = tl.constexpr(128)  # tokens that meet at one ticket
+_COPIES = 8  # of the histogram's sums, for more tokens than one group
+_STEPS_UP_TO = 256  # tokens for which latency matters more than throughput
 
 
 class RouterOutput(NamedTuple):
     topk_ids: torch.Tensor  # [num_tokens, top_k] int32, by falling key
     topk_weights: torch.Tensor  # [num_tokens, top_k] fp32
-    counts: torch.Tensor  # [num_experts] int32
+    counts: torch.Tensor | None  # [num_experts] int32
 
 
 @triton.jit
 def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
-    """Columns of the K largest keys by K maximum reductions, falling, and which were taken."""
+    """Columns of the K largest keys, falling, by K maximum reductions."""
     col = tl.arange(0, keys.shape[0])
     slot = tl.arange(0, KP)
     found = tl.zeros([KP], tl.int32)
@@ -60,7 +59,41 @@ def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
         at = tl.min(tl.where(keys == best, col, 0x7FFFFFFF), 0)
         keys = tl.where(col == at, TAKEN, keys)
         found = tl.where(slot == j, at, found)
-    return found, keys == TAKEN
+    return found
+
+
+@triton.jit
+def _add_histogram(
+    ids, wanted, counts_ptr, line_ptr, row, num_tokens,
+    E: tl.constexpr, COUNTS: tl.constexpr, COPIES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds one token's ids to the histogram; ``COUNTS`` says how it is put together.
+
+    Line, in units of 128 bytes: groups that are done, tokens done of each group, copies of E sums.
+    """
+    expert = tl.arange(0, WIDTH)
+    if COUNTS == "one":
+        tl.store(counts_ptr + expert, tl.zeros([WIDTH], tl.int32), mask=expert < E)
+        tl.debug_barrier()
+        tl.store(counts_ptr + ids, tl.full(ids.shape, 1, tl.int32), mask=wanted)
+    if COUNTS == "add":
+        tl.atomic_add(counts_ptr + ids, 1, mask=wanted, sem="relaxed")
+    if COUNTS == "last":
+        groups = tl.cdiv(num_tokens, _GROUP)
+        group = (row // _GROUP).to(tl.int32)
+        members = tl.minimum(num_tokens - group * _GROUP, _GROUP)
+        sums_ptr = line_ptr + (groups + 1) * 32
+        copy = (row % COPIES).to(tl.int32)
+        tl.atomic_add(sums_ptr + copy * WIDTH + ids, 1, mask=wanted, sem="relaxed")
+        tl.debug_barrier()  # the ticket releases what every thread has added
+        ticket_ptr = line_ptr + (group + 1) * 32
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == members - 1:
+            tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+            if tl.atomic_add(line_ptr, 1, sem="acq_rel") == groups - 1:
+                tl.atomic_xchg(line_ptr, 0, sem="relaxed")
+                at = sums_ptr + tl.arange(0, COPIES)[:, None] * WIDTH + expert[None, :]
+                sums = tl.atomic_xchg(at, 0, sem="relaxed")
+                tl.store(counts_ptr + expert, tl.sum(sums, 0), mask=expert < E)
 
 
 @triton.jit
@@ -69,73 +102,60 @@ def _router_topk_kernel(
     E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
     STEPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    ARRIVAL: tl.constexpr,
+    COPIES: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = GROUPS * GROUP
     PER_GROUP: tl.constexpr = E // NUM_GROUPS
     expert, inside = columns(E, NUM_GROUPS, GROUPS, GROUP)
     slot = tl.arange(0, KP)
-    other = slot[None, :]
-    histogram = tl.zeros([WIDTH], tl.int32)
-    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        row = tl.full([], token, tl.int64)
-        row_ptr = logits_ptr + row * row_stride
-        x = tl.load(row_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
-        if SCORE == "softmax":
-            peak = tl.max(x, 0)
-            e = tl.exp(x - peak)
-            inverse = 1.0 / tl.sum(e, 0)
-            key = e * inverse
-        else:
-            key = pointwise_score(x, SCORE)
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    x = tl.load(row_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    if SCORE == "softmax":
+        peak = tl.max(x, 0)
+        e = tl.exp(x - peak)
+        inverse = 1.0 / tl.sum(e, 0)
+        key = e * inverse
+    else:
+        key = pointwise_score(x, SCORE)
+    if bias_ptr is not None:
+        key += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
+    keys = tl.where(inside, sortable(key), EXCLUDED)
+    if NUM_GROUPS > 1:
+        keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
+
+    # the ids of this row; their logits are read again, from L1
+    out = ids_ptr + row * K
+    if STEPS:
+        ids = _take_steps(keys, K, KP)
+        ids = (ids // GROUP) * PER_GROUP + ids % GROUP
+    else:
+        chosen = select_top(keys, K)
+        at = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        # the hint keeps four columns a lane, as the scan wants them; the mask, of which nothing
+        # is known, keeps the stores single
+        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+        tl.store(out + at, expert, mask=chosen)
+        tl.debug_barrier()
+        ids = tl.load(out + slot, mask=slot < K, other=0)
+    x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
+    weights = tl.exp(x - peak) * inverse if SCORE == "softmax" else pointwise_score(x, SCORE)
+    place = slot
+    if not STEPS:  # rising ids so far: the rank by key is the place
+        key = weights
         if bias_ptr is not None:
-            key += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
-        keys = tl.where(inside, sortable(key), EXCLUDED)
-        if NUM_GROUPS > 1:
-            keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
-
-        # the ids of this row; their logits are read again, from L1
-        out = ids_ptr + row * K
-        if STEPS:
-            ids, taken = _take_steps(keys, K, KP)
-            ids = (ids // GROUP) * PER_GROUP + ids % GROUP
-        else:
-            taken = select_top(keys, K)
-            at = tl.cumsum(taken.to(tl.int32), 0) - 1
-            # the hint keeps four columns a lane, as the scan wants them; the mask, of which nothing
-            # is known, keeps the stores single
-            at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
-            tl.store(out + at, expert, mask=taken)
-            tl.debug_barrier()
-            ids = tl.load(out + slot, mask=slot < K, other=0)
-        x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
-        weights = tl.exp(x - peak) * inverse if SCORE == "softmax" else pointwise_score(x, SCORE)
-        place = slot
-        if not STEPS:  # rising ids so far: the rank by key is the place
-            key = weights
-            if bias_ptr is not None:
-                key += tl.load(bias_ptr + ids, mask=slot < K, other=0.0).to(tl.float32)
-            key = tl.where(slot < K, sortable(key), EXCLUDED)
-            equal = (key[None, :] == key[:, None]) & (other < slot[:, None])
-            place = tl.sum(((key[None, :] > key[:, None]) | equal).to(tl.int32), 1)
-            tl.debug_barrier()  # every id is read before any is overwritten
-        if RENORMALIZE:
-            weights = weights / (tl.sum(tl.where(slot < K, weights, 0.0), 0) + 1e-20)
-        tl.store(out + place, ids, mask=slot < K)
-        tl.store(weights_ptr + row * K + place, weights * scale, mask=slot < K)
-        histogram += taken.to(tl.int32)
-
-    if COUNTS == "store":
-        tl.store(counts_ptr + expert, histogram, mask=inside)
-    if COUNTS == "add":
-        some = inside & (histogram > 0)
-        tl.atomic_add(counts_ptr + expert, histogram, mask=some, sem="relaxed")
-    if COUNTS == "last":
-        # one addition brings the count and, in the high bits, the arrival of this program
-        seen = tl.atomic_add(line_ptr + expert, histogram + ARRIVAL, mask=inside, sem="relaxed")
-        last = inside & (seen // ARRIVAL == tl.num_programs(0) - 1)
-        tl.store(counts_ptr + expert, seen % ARRIVAL + histogram, mask=last)
-        tl.store(line_ptr + expert, 0, mask=last)
+            key += tl.load(bias_ptr + ids, mask=slot < K, other=0.0).to(tl.float32)
+        key = tl.where(slot < K, sortable(key), EXCLUDED)
+        equal = (key[None, :] == key[:, None]) & (slot[None, :] < slot[:, None])
+        place = tl.sum(((key[None, :] > key[:, None]) | equal).to(tl.int32), 1)
+        tl.debug_barrier()  # every id is read before any is overwritten
+    if RENORMALIZE:
+        weights = weights / (tl.sum(tl.where(slot < K, weights, 0.0), 0) + 1e-20)
+    tl.store(out + place, ids, mask=slot < K)
+    tl.store(weights_ptr + row * K + place, weights * scale, mask=slot < K)
+    if COUNTS != "none":
+        _add_histogram(
+            ids, slot < K, counts_ptr, line_ptr, row, num_tokens, E, COUNTS, COPIES, COUNTED
+        )
 
 
 def _check(logits: torch.Tensor, spec, bias, counts) -> None:
@@ -165,7 +185,12 @@ def _check(logits: torch.Tensor, spec, bias, counts) -> None:
 
 
 def router_topk(
-    logits: torch.Tensor, spec, bias: torch.Tensor | None = None, counts: torch.Tensor | None = None
+    logits: torch.Tensor,
+    spec,
+    bias: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    *,
+    want_counts: bool = True,
 ) -> RouterOutput:
     """Experts of every token.
 
@@ -174,6 +199,7 @@ def router_topk(
         spec: ``types.RouterSpec`` or anything with its fields.
         bias: [num_experts], steers the selection and never enters a weight.
         counts: [num_experts] int32 to add this call's histogram to; a new tensor without it.
+        want_counts: False leaves the histogram out, and ``counts`` None.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -185,30 +211,30 @@ def router_topk(
         logits = logits.contiguous()
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
-    mode = "store" if counts is None else "add"
-    if counts is None:
-        counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    mode, line = "none", None
+    if counts is not None:
+        mode = "add"
+    elif want_counts:
+        mode = "last" if num_tokens > 1 else "one"
+        make = torch.empty if num_tokens else torch.zeros
+        counts = make(num_experts, dtype=torch.int32, device=device)
     if num_tokens == 0:
-        return RouterOutput(ids, weights, counts.zero_() if mode == "store" else counts)
+        return RouterOutput(ids, weights, counts)
+    counted = max(32, triton.next_power_of_2(num_experts))
+    copies = _COPIES if num_tokens > _GROUP.value else 1
+    if mode == "last":
+        tickets = 32 * (triton.cdiv(num_tokens, _GROUP.value) + 1)
+        line = zeroed_line(device, tickets + copies * counted)
     groups = triton.next_power_of_2(spec.num_groups)
     group = triton.next_power_of_2(num_experts // spec.num_groups)
-    most = _PROGRAMS_PER_SM * sm_count(device) if logits.is_cuda else _CPU_PROGRAMS
-    programs = min(num_tokens, most)
-    line = None
-    if mode == "store" and programs > 1:
-        if num_tokens < _ARRIVAL:
-            mode, line = "last", zeroed_line(device, num_experts)
-        else:
-            mode = "add"
-            counts.zero_()
-    _router_topk_kernel[(programs,)](
+    _router_topk_kernel[(num_tokens,)](
         logits, bias, ids, weights, counts, line,
         num_tokens, logits.stride(0), spec.scale,
         E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
         STEPS=num_tokens <= _STEPS_UP_TO, K=top_k, KP=triton.next_power_of_2(top_k),
         NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
         CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
-        GROUPS=groups, GROUP=group, ARRIVAL=_ARRIVAL,
+        GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
         num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
     return RouterOutput(ids, weights, counts)

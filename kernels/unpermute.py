@@ -39,8 +39,8 @@ def _unpermute_kernel(
     capacity, hidden, weight_stride, num_probs,
     E: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    token = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     count = K
     if K == 0:
         count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
@@ -58,7 +58,7 @@ def _unpermute_kernel(
             rows *= tl.load(at, mask=valid, other=0.0).to(tl.float32)[:, None]
             rows = tl.where(valid[:, None], rows, 0.0)
         total += tl.sum(rows, 0)
-        if moved_ptr is not None and tl.program_id(1) == 0:
+        if moved_ptr is not None and tl.program_id(0) == 0:
             moved = tl.load(moved_ptr + row, mask=valid, other=0.0)
             _fill_probs(probs_ptr, token, moved, expert, valid, num_probs, WIDTH, first == 0)
     tl.store(out_ptr + token * hidden + col, total, mask=col < hidden)
@@ -127,7 +127,7 @@ def unpermute(
         probs = torch.empty((num_tokens, width), dtype=moved.dtype, device=rows.device)
     if num_tokens:
         cols = min(2048 // rows.itemsize, triton.next_power_of_2(max(1, hidden)))
-        _unpermute_kernel[(num_tokens, max(1, triton.cdiv(hidden, cols)))](
+        _unpermute_kernel[(max(1, triton.cdiv(hidden, cols)), num_tokens)](
             rows, weight, moved, out, probs, row_map, pad_offsets,
             capacity, hidden, 0 if weight is None else weight.stride(0), width,
             E=num_experts, K=k, WIDTH=triton.next_power_of_2(width), ROUTES=_ROUTES, COLS=cols,

@@ -69,7 +69,7 @@ def fused_experts(
 )
 def moe_layer(x, logits, bias, w13, w13_scale, w2, w2_scale, expert_map, *rest):
     *spec, alpha, limit = rest
-    ids, topk_weights, _ = execution.route(logits, bias, RouterSpec(*spec))
+    ids, topk_weights, _ = execution.route(logits, bias, RouterSpec(*spec), want_counts=False)
     weights = ExpertWeights(w13, w13_scale, w2, w2_scale)
     activation = Activation(alpha, limit)
     return execution.experts(x, ids, topk_weights, weights, activation, expert_map, None)

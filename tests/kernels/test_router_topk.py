@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_backend import reference
@@ -133,6 +133,14 @@ def test_no_tokens(device, poisoned_memory):
     assert out.topk_ids.shape == (0, 8) and not out.counts.any()
 
 
+def test_counts_may_be_left_out(device):
+    from moe_backend.kernels.router_topk import router_topk
+
+    logits, spec = separated(9, 32, device), RouterSpec(4, "sigmoid")
+    out = router_topk(logits, spec, want_counts=False)
+    assert out.counts is None and torch.equal(out.topk_ids, run(logits, spec).topk_ids)
+
+
 def test_callers_counts_are_added_to(device):
     logits, spec = separated(9, 32, device), RouterSpec(4, "sigmoid")
     counts = torch.zeros(32, dtype=torch.int32, device=device)
@@ -142,18 +150,32 @@ def test_callers_counts_are_added_to(device):
     assert torch.equal(counts, 2 * once)
 
 
-def test_line_of_counters_is_left_zero(device, monkeypatch):
+@pytest.fixture(params=[0, 1 << 30], ids=["bisection", "steps"], autouse=True)
+def _either_way(request, monkeypatch):
+    """Few tokens and many are routed differently: every test holds for both."""
     from moe_backend.kernels import router_topk as module
 
-    line = torch.zeros(512, dtype=torch.int32, device=device)
+    monkeypatch.setattr(module, "_STEPS_UP_TO", request.param)
+
+
+def test_line_of_counters_is_left_zero(device, monkeypatch):
+    """128 tokens a group: the second group is where the tickets and copies first meet."""
+    from moe_backend.kernels import router_topk as module
+
+    line = torch.zeros(2048, dtype=torch.int32, device=device)
     monkeypatch.setattr(module, "zeroed_line", lambda device, size: line)
-    spec = RouterSpec(4, "sigmoid")
-    first = run(separated(40, 256, device), spec).counts
-    assert not line.any() and first.sum() == 160
-    assert run(separated(40, 256, device), spec).counts.sum() == 160
+    spec = RouterSpec(2, "sigmoid")
+    for num_tokens in (2, 129):
+        out = run(separated(num_tokens, 32, device), spec)
+        assert not line.any()
+        assert torch.equal(out.counts.long(), torch.bincount(out.topk_ids.flatten(), minlength=32))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_any_shape_gives_valid_routes(data):
     groups = data.draw(st.integers(1, 6), "groups")
