@@ -195,3 +195,17 @@ def require_usable(method: Any) -> None:
     loading weights."""
     if getattr(method, "experts_cls", method) is None:
         raise ValueError(f"vLLM {engine_version()} has no FP8 MoE kernel for this platform")
+
+
+def router_cannot_run(router: Any) -> str:
+    """Why the engine's own router would fail at the first token, or nothing.
+
+    Its plain top-k routers are compiled code that builds for a CPU lack.
+    """
+    import torch
+
+    kind = type(router).__name__
+    compiled = kind in ("FusedTopKRouter", "FusedTopKBiasRouter")
+    if compiled and platform()[0] == "cpu" and not hasattr(torch.ops._moe_C, "topk_softmax"):
+        return f"vLLM {engine_version()} has no kernel for its {kind} on a CPU"
+    return ""

@@ -32,7 +32,7 @@ from moe_backend.types import (
     RouterSpec,
     Routing,
 )
-from moe_backend.vllm_plugin import METHOD, compat, exchange, readiness, routing, status
+from moe_backend.vllm_plugin import METHOD, checks, compat, exchange, readiness, routing, status
 from moe_backend.vllm_plugin.layers import replicated, shape_of, travels
 
 logger = compat.logger()
@@ -115,6 +115,8 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self._plan = routing.plan(
             layer, router, simulated=compat.simulated_routing(), captured=self._captured
         )
+        if self._plan.spec is None:
+            self._require_engine_router(layer, router)
         self._exchange = self._plan_exchange(layer)
         own, words = self._plan.spec is not None, self._plan.reason
         logger.info_once(
@@ -147,6 +149,13 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
                 max_tokens=moe.max_num_tokens * gathered,
             )
         )
+
+    def _require_engine_router(self, layer: Any, router: Any) -> None:
+        problem = compat.router_cannot_run(router)
+        if problem:
+            reason = f"the engine must select the experts ({self._plan.reason}), and {problem}. "
+            remedy = "Drop what asks for it or serve this model on a GPU"
+            checks.refuse([reason + remedy], f", layer {layer.layer_name}")
 
     def _plan_exchange(self, layer: Any) -> int | None:
         moe = self.moe

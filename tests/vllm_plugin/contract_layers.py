@@ -83,7 +83,7 @@ def expert_map_on_every_rank(engine):
 @check
 def eplb_hands_over_physical_ids(engine):
     """Two redundant copies, this rank holds physical experts 5 to 9; the engine routes."""
-    case, ep = Case(), (2, 1)
+    case, ep = Case(use_grouped_topk=True, num_expert_group=2, topk_group=1), (2, 1)
     more = {"enable_eplb": True, "num_redundant_experts": 2}
     runner = engine.bare(case, ep=ep, **more)
     layer = runner.routed_experts

@@ -83,6 +83,20 @@ def refused_layers_say_why(engine):
 
 
 @check
+def engine_router_without_a_kernel_is_refused_at_load(engine):
+    """Otherwise the first token ends in an AttributeError of the engine."""
+    runner = engine.bare(Case())
+    layer = runner.routed_experts
+    method, kind = layer.quant_method, type(runner.router).__name__
+    method._captured = True
+    if kind == "CPURouter":  # plain torch
+        method.process_weights_after_loading(layer)
+        return
+    message = refusal(method.process_weights_after_loading, layer)
+    assert layer.layer_name in message and f"no kernel for its {kind} on a CPU" in message, message
+
+
+@check
 def fallback_takes_the_engines_method_or_says_both(engine):
     """Whether the engine has an FP8 MoE for a CPU depends on its version."""
     with environment(MOE_BACKEND_FALLBACK="allow"):
