@@ -65,9 +65,6 @@ def command(
     json_output: bool = typer.Option(False, "--json", help="Machine-readable result on stdout."),
 ) -> None:
     """Compare our outputs with the default backend's, layer by layer and token by token."""
-    from rich.progress import BarColumn, Progress, TimeElapsedColumn
-
-    from moe_backend.cli.interrupt import ending
     from moe_backend.envs import SettingsError
     from moe_backend.measure import parity
     from moe_backend.measure.model_config import ModelError
@@ -85,19 +82,7 @@ def command(
             fault=inject_fault,
             timeout=timeout,
         )
-        columns = ("[progress.description]{task.description}", BarColumn(), TimeElapsedColumn())
-        with (
-            ending("the engines are ended"),
-            Progress(*columns, console=progress_console, transient=True) as bar,
-        ):
-            task = bar.add_task("reading the model", total=1.0)
-            report = parity.run_parity(
-                request,
-                output=output,
-                on_progress=lambda words, share: bar.update(
-                    task, description=words, completed=share
-                ),
-            )
+        report = compare(request, output)
     except (ModelError, SettingsError, parity.ParityError, ValueError, OSError) as error:
         fail(str(error))
     if json_output:
@@ -106,6 +91,26 @@ def command(
         show(report, output)
     if not report["passed"]:
         raise typer.Exit(1)
+
+
+def compare(request: Any, output: Path | None) -> dict[str, Any]:
+    """Runs the comparison under a progress bar."""
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn
+
+    from moe_backend.cli.interrupt import ending
+    from moe_backend.measure.parity import run_parity
+
+    columns = ("[progress.description]{task.description}", BarColumn(), TimeElapsedColumn())
+    with (
+        ending("the engines are ended"),
+        Progress(*columns, console=progress_console, transient=True) as bar,
+    ):
+        task = bar.add_task("reading the model", total=1.0)
+
+        def told(words: str, share: float) -> None:
+            bar.update(task, description=words, completed=share)
+
+        return run_parity(request, output=output, on_progress=told)
 
 
 def show(report: dict[str, Any], output: Path | None = None) -> None:

@@ -41,6 +41,7 @@ def _layers(axes: Any, report: dict[str, Any]) -> None:
     axes.axhline(_bound(report, "layer_rounding"), color=BLUE, linestyle=":", linewidth=1)
     axes.axhline(_bound(report, "layer_error"), color=RED, linestyle=":", linewidth=1)
     axes.set(yscale="log", xlabel="layer", ylabel="relative error of the routed experts")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8)
 
 
