@@ -54,6 +54,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self._captured = bool(getattr(model, "enable_return_routed_experts", False))
         self._activation = Activation(limit=layer.swiglu_limit)
         self._plan = routing.engine_routes("weights are not loaded yet")
+        self._replicated = replicated(layer.moe_config)  # a reload has no current configuration
         self._exchange: int | None = None  # ours; None: the engine moves tokens, if they move
 
     # What the engine asks a method.
@@ -162,7 +163,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         if not (travels(moe) and moe.use_ep):
             return None
         platform, _ = compat.platform()
-        transport = exchange.transport(envs.load().ep, platform, replicated(moe))
+        transport = exchange.transport(envs.load().ep, platform, self._replicated)
         if transport == exchange.ENGINE or moe.num_experts % moe.ep_size:
             return None
         config = EPConfig(
