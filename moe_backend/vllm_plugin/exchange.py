@@ -57,6 +57,9 @@ def _(x, *rest):
 
 def _opened(plan: Plan) -> ExpertParallel:
     if plan not in _open:
+        # Ranks get here minutes apart when one of them compiles the model and others load it from
+        # the cache: meet under the engine's patience before ours begins to count.
+        compat.gather_from_experts("open")
         place = torch.tensor(plan.place, dtype=torch.int32)
         group = compat.expert_group(on_cpu=plan.transport == "gloo")
         _open[plan] = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)

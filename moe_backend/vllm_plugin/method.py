@@ -213,7 +213,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             )
             return self._exchanged(layer, x, ids, weights)
         return pipeline.moe_layer(
-            x,
+            x.contiguous(),
             router_logits,
             _weights(layer),
             spec,
@@ -236,7 +236,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         if self._exchange is not None:
             return self._exchanged(layer, x, topk_ids, topk_weights)
         return pipeline.fused_experts(
-            x,
+            x.contiguous(),
             Routing(topk_ids, topk_weights, layer.global_num_experts),
             _weights(layer),
             activation=self._activation,
@@ -247,7 +247,9 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         assert self._exchange is not None
-        return exchange.run(x, (ids, weights), _weights(layer), self._exchange, self._activation)
+        return exchange.run(
+            x.contiguous(), (ids, weights), _weights(layer), self._exchange, self._activation
+        )
 
 
 def _weights(layer: Any) -> ExpertWeights:
