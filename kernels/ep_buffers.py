@@ -144,7 +144,7 @@ class Endpoint:
     status: torch.Tensor  # [1] int32
     alarm: torch.Tensor  # [1] int32
     patience: int
-    programs: int  # SMs used by the kernels that move rows
+    programs: int  # most programs of the kernels that move rows, and so most SMs
     clock: bool
     slots: tuple[Slot, ...]
 

@@ -21,6 +21,7 @@ from .ep_sync import (
     EPOCH,
     STATUS_TIMEOUT,
     last_program,
+    my_first,
     peer_ptr,
     publish,
     report,
@@ -43,12 +44,14 @@ def _send_kernel(
     if tl.load(status_ptr) != 0:
         return
     s = tl.arange(0, K_PAD)
-    g = tl.arange(0, GROUPS)
     p = tl.arange(0, W_PAD)
-    col = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     groups = tl.cdiv(hidden, 128)
+    chunks = tl.cdiv(groups, GROUPS)
     slots = s < K
-    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+    for item in range(tl.program_id(0), num_tokens * chunks, tl.num_programs(0)):
+        token = item // chunks
+        g = (item % chunks) * GROUPS + tl.arange(0, GROUPS)
+        col = g[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_ptr + wide(token) * hidden + col, mask=col < hidden, other=0.0)
         at = places(ids_ptr, place_ptr, token * K + s, slots, E)
         before = block_ptr + (token // TOKENS) * (E_PAD + W_PAD)
@@ -62,7 +65,8 @@ def _send_kernel(
         nth = tl.load(nth_ptr + token * W + p, mask=p < W, other=0)
         nth += tl.load(before + E_PAD + p, mask=p < W, other=0)
         nth = tl.where(first_slot < K_PAD, nth, -1)
-        tl.store(payload_ptr + token * W + p, nth, mask=p < W)
+        leads = item % chunks == 0  # writes what is there once per token
+        tl.store(payload_ptr + token * W + p, nth, mask=(p < W) & leads)
         if QUANT:
             q, scale = quantise(x.to(tl.float32), 1)
         for peer in range(W):
@@ -79,11 +83,16 @@ def _send_kernel(
                     tl.store(out + col, x, mask=col < hidden)
                 meta = (wide(me) * max_tokens + payload) * K + s
                 rows_out = peer_ptr(peers_ptr, peer, row_at, tl.int32) + meta
-                tl.store(rows_out, tl.where(at // (E // W) == peer, row, -1), mask=slots)
+                theirs = tl.where(at // (E // W) == peer, row, -1)
+                tl.store(rows_out, theirs, mask=slots & leads)
                 weight_out = peer_ptr(peers_ptr, peer, weight_at, tl.float32) + meta
-                tl.store(weight_out, weight, mask=slots)
+                tl.store(weight_out, weight, mask=slots & leads)
     if last_program(control_ptr + 2):
         publish(peers_ptr, flags_at, PHASE_ROWS, me, tl.load(control_ptr + EPOCH), W, W_PAD)
+
+
+def _groups_per_item(groups: int) -> int:
+    return min(8, power_of_2(groups))
 
 
 def send(
@@ -92,13 +101,15 @@ def send(
     """Third step. x: [T, hidden] bf16; topk_ids int32, weights fp32 [T, k]."""
     lay, mine = ep.layout, ep.slots[slot]
     at = [lay.at(name, slot) for name in ("data", "scale", "row", "weight", "flags")]
-    _send_kernel[(ep.programs,)](
+    groups = _groups_per_item(lay.groups)
+    items = x.shape[0] * triton.cdiv(lay.groups, groups)
+    _send_kernel[(max(1, min(ep.programs, items)),)](
         x, topk_ids, weights, ep.place, mine.rank, mine.nth, mine.block, mine.first_row,
         mine.payload, mine.control, ep.status, ep.peers, *at,
         x.shape[0], lay.hidden, lay.max_tokens, ep.me,
         W=lay.world, W_PAD=power_of_2(lay.world), E=lay.num_experts,
         E_PAD=power_of_2(lay.num_experts + 1), K=lay.top_k, K_PAD=power_of_2(lay.top_k),
-        TOKENS=lay.block_tokens, GROUPS=power_of_2(lay.groups), QUANT=lay.quantised, num_warps=8,
+        TOKENS=lay.block_tokens, GROUPS=groups, QUANT=lay.quantised, num_warps=2,
     )  # fmt: skip
 
 
@@ -116,27 +127,31 @@ def _receive_kernel(
         report(status_ptr, alarm_ptr, STATUS_TIMEOUT, PHASE_ROWS, late)
         return
     s = tl.arange(0, K_PAD)
-    g = tl.arange(0, GROUPS)
-    col = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     groups = tl.cdiv(hidden, 128)
+    chunks = tl.cdiv(groups, GROUPS)
+    done = 0
     for source in range(W):
-        payloads = tl.load(counts_ptr + source * (E + W + 1) + E + me)
-        for i in range(tl.program_id(0), payloads, tl.num_programs(0)):
-            at = row_ptr + (wide(source) * max_tokens + i) * K
+        items = tl.load(counts_ptr + source * (E + W + 1) + E + me) * chunks
+        for item in range(my_first(done), items, tl.num_programs(0)):
+            g = (item % chunks) * GROUPS + tl.arange(0, GROUPS)
+            col = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+            at = row_ptr + (wide(source) * max_tokens + item // chunks) * K
             rows = tl.load(at + s, mask=s < K, other=-1)
             first_slot = tl.min(tl.where(rows >= 0, s, K_PAD), axis=0)
-            first = tl.sum(tl.where(s == first_slot, rows, 0), axis=0).to(tl.int64)
+            first = wide(tl.sum(tl.where(s == first_slot, rows, 0), axis=0))
+            more = tl.sum((rows >= 0).to(tl.int32), axis=0) > 1
             if QUANT:
                 scale = tl.load(scale_ptr + first * groups + g, mask=g < groups, other=0.0)
-            for slot in range(first_slot, K):
-                row = tl.load(at + slot).to(tl.int64)
-                if row >= 0:
-                    if QUANT:
-                        out = scale_out_ptr + g.to(tl.int64) * num_rows + row
-                        tl.store(out, scale, mask=g < groups)
-                    if slot > first_slot:
-                        x = tl.load(data_ptr + first * hidden + col, mask=col < hidden)
+                to = scale_out_ptr + wide(g)[:, None] * num_rows + rows[None, :]
+                here = (g < groups)[:, None] & (rows >= 0)[None, :]
+                tl.store(to, tl.broadcast_to(scale[:, None], (GROUPS, K_PAD)), mask=here)
+            if more:
+                x = tl.load(data_ptr + first * hidden + col, mask=col < hidden)
+                for slot in range(first_slot + 1, K):
+                    row = wide(tl.sum(tl.where(s == slot, rows, 0), axis=0))
+                    if row >= 0:
                         tl.store(data_ptr + row * hidden + col, x, mask=col < hidden)
+        done += items
 
 
 def data_dtype(ep: Endpoint) -> torch.dtype:
@@ -148,13 +163,15 @@ def receive(ep: Endpoint, slot: int) -> torch.Tensor:
     lay, mine = ep.layout, ep.slots[slot]
     data = ep.view("data", slot, data_dtype(ep), lay.rows, lay.hidden)
     scale = ep.view("scale", slot, torch.float32, lay.rows if lay.quantised else 0, lay.groups)
-    _receive_kernel[(ep.programs,)](
+    groups = _groups_per_item(lay.groups)
+    items = lay.world * lay.max_tokens * triton.cdiv(lay.groups, groups)
+    _receive_kernel[(min(ep.programs, items),)](
         mine.control, ep.status, ep.alarm, ep.view("flags", slot, torch.int32, 3, lay.world)[ROWS],
         ep.view("counts", slot, torch.int32, lay.world, lay.words), data, scale,
         ep.view("row", slot, torch.int32, lay.world, lay.max_tokens, lay.top_k), mine.scale,
         lay.hidden, lay.rows, lay.max_tokens, ep.me, ep.patience,
         W=lay.world, W_PAD=power_of_2(lay.world), E=lay.num_experts, K=lay.top_k,
-        K_PAD=power_of_2(lay.top_k), GROUPS=power_of_2(lay.groups), QUANT=lay.quantised,
-        CLOCK=ep.clock, num_warps=8,
+        K_PAD=power_of_2(lay.top_k), GROUPS=groups, QUANT=lay.quantised, CLOCK=ep.clock,
+        num_warps=2,
     )  # fmt: skip
     return data

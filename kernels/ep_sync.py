@@ -92,3 +92,10 @@ def publish(peers_ptr, flags_at, phase, me, epoch, W: tl.constexpr, W_PAD: tl.co
     flag = base.to(tl.pointer_type(tl.int32)) + phase * W + me
     value = tl.zeros((W_PAD,), tl.int32) + epoch
     tl.atomic_xchg(flag, value, mask=peer < W, sem="release", scope="sys")
+
+
+@triton.jit
+def my_first(done):
+    """This program's first item of a list that follows ``done`` items shared out in turn."""
+    programs = tl.num_programs(0)
+    return (tl.program_id(0) + programs - done % programs) % programs

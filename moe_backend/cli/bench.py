@@ -134,7 +134,7 @@ def aux_loss(output: Path | None = OUTPUT, as_json: bool = JSON) -> None:
 def expert_parallel(
     gpus: int = typer.Option(0, help="GPUs to use; all by default. Under torchrun: its ranks."),
     tokens: str = typer.Option("1,128,1024,4096", help="Numbers of tokens per rank."),
-    programs: int = typer.Option(32, help="SMs that move rows."),
+    programs: str = typer.Option("528", help="Programs that move rows, and so at most SMs."),
     hidden: int = typer.Option(7168, help="Hidden size."),
     experts: int = typer.Option(256, help="Experts of all ranks together."),
     top_k: int = typer.Option(8, help="Experts of a token."),
@@ -142,7 +142,7 @@ def expert_parallel(
     as_json: bool = JSON,
 ) -> None:
     """Dispatch and combine between GPUs, beside NCCL and the NVLink floor."""
-    counts = numbers(tokens, "tokens")
+    counts, widths = numbers(tokens, "tokens"), numbers(programs, "programs")
     need_gpu()
     import torch
 
@@ -152,7 +152,7 @@ def expert_parallel(
     if gpus > torch.cuda.device_count() or experts % gpus:
         fail(f"--gpus: expected 1 to {torch.cuda.device_count()}, dividing {experts} experts")
     config = {"num_experts": experts, "hidden": hidden, "top_k": top_k}
-    rows = bench_ep.run(gpus, counts, programs, config)
+    rows = bench_ep.run(gpus, counts, widths, config)
     if rows is None:
         return
     results = {"environment": family.environment(), "rows": rows}

@@ -31,7 +31,7 @@ class ExpertParallel:
         expert_map: ``[num_experts]`` local row of each expert on this rank, −1 elsewhere; by
             default rank r holds the r-th equal share.
         timeout_s: bound on every wait, MOE_BACKEND_EP_TIMEOUT_S by default.
-        programs: with symm, the SMs that move rows.
+        programs: with symm, the programs that move rows; they use at most as many SMs.
 
     Raises:
         EPMismatch: on every rank, naming what differs or which rank refuses and why.

@@ -23,7 +23,7 @@ from moe_backend.distributed.symm_memory import Alarm, SymmetricBuffer, require_
 from moe_backend.kernels.ep_buffers import PHASES, Endpoint, Layout, make_slot
 from moe_backend.types import Routing
 
-DEFAULT_PROGRAMS = 32  # SMs that move rows; enough to fill NVLink, few enough beside a GEMM
+DEFAULT_PROGRAMS = 528  # that move rows: four on each of an H200's SMs
 DEFAULT_STAGING = 64 << 20
 
 

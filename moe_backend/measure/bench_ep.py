@@ -62,10 +62,10 @@ class Row:
         return {**asdict(self), "times_faster": self.ratios()}
 
 
-def _slowest(value: float) -> float:
+def _slowest(value: float, digits: int = 2) -> float:
     worst = torch.tensor([value], device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return round(float(worst), 2)
+    return round(float(worst), digits)
 
 
 def _timed(call: Callable[[], object], rounds: int) -> float:
@@ -192,32 +192,47 @@ def nvlink_bandwidth(control: Any, nbytes: int = 256 << 20) -> float:
     return nbytes / _slowest(us) * 1e6
 
 
-def measure(tokens: list[int], programs: int, config: dict[str, int]) -> list[Row]:
-    """On every rank of the initialised default group."""
-    rows, bandwidth = [], None
+def measure(tokens: list[int], programs: list[int], config: dict[str, int]) -> list[Row]:
+    """On every rank of the initialised default group. Peers are timed once per size."""
+    rows: list[Row] = []
+    bandwidth: float | None = None
     for number in tokens:
-        sizes = EPConfig(max_tokens=number, **config)
-        ep = ExpertParallel(sizes, backend="symm", programs=programs)
-        bandwidth = bandwidth or nvlink_bandwidth(ep._control)
-        row = Row(ep.world_size, number, programs, capacity_mib=ep.capacity_bytes / 2**20)
-        x, routing = random_case(sizes, number, ep.rank)
-        rounds = 20 if number <= 1024 else 5
-        row.error = max(_slowest(_check(ep, x, routing)), 0.0)
-        if row.error < ERROR:
-            _ours(row, ep, x, routing, rounds)
-        else:
-            row.failed["ours"] = f"relative error {row.error:.1e}, allowed {ERROR:.0e}"
-        _nccl(row, ep, x, routing, rounds)
-        for name, nbytes in row.bytes_out.items():
-            row.floor_us[name] = _slowest(nbytes / NVLINK * 1e6)
-            row.floor_us[f"{name}, copy's rate"] = _slowest(nbytes / bandwidth * 1e6)
-        dist.barrier()
-        ep.destroy()
-        rows.append(row)
+        sizes = EPConfig(max_tokens=number, **config)  # type: ignore[arg-type]
+        peers: Row | None = None
+        for width in programs:
+            ep = ExpertParallel(sizes, backend="symm", programs=width)
+            bandwidth = bandwidth or nvlink_bandwidth(ep._control)
+            row = Row(ep.world_size, number, width, capacity_mib=ep.capacity_bytes / 2**20)
+            x, routing = random_case(sizes, number, ep.rank)
+            rounds = 20 if number <= 1024 else 5
+            row.error = _slowest(_check(ep, x, routing), digits=6)
+            if row.error < ERROR:
+                _ours(row, ep, x, routing, rounds)
+            else:
+                row.failed["ours"] = f"relative error {row.error:.1e}, allowed {ERROR:.0e}"
+            if peers is None:
+                peers = Row(ep.world_size, number, width)
+                _nccl(peers, ep, x, routing, rounds)
+                _floors(peers, bandwidth)
+            row.us |= peers.us
+            row.floor_us, row.bytes_out = peers.floor_us, peers.bytes_out
+            dist.barrier()
+            ep.destroy()
+            rows.append(row)
     return rows
 
 
-def _rank(rank: int, world: int, folder: str, tokens: list[int], programs: int, config) -> None:
+def _floors(row: Row, bandwidth: float) -> None:
+    for name, nbytes in row.bytes_out.items():
+        row.floor_us[name] = _slowest(nbytes / NVLINK * 1e6)
+        row.floor_us[f"{name}, at a copy's {bandwidth / 1e9:.0f} GB/s"] = _slowest(
+            nbytes / bandwidth * 1e6
+        )
+
+
+def _rank(
+    rank: int, world: int, folder: str, tokens: list[int], programs: list[int], config
+) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world)
@@ -229,7 +244,9 @@ def _rank(rank: int, world: int, folder: str, tokens: list[int], programs: int, 
     dist.destroy_process_group()
 
 
-def run(gpus: int, tokens: list[int], programs: int, config: dict[str, int]) -> list[dict] | None:
+def run(
+    gpus: int, tokens: list[int], programs: list[int], config: dict[str, int]
+) -> list[dict] | None:
     """Rows of all sizes; None on the ranks of torchrun that are not the first."""
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -250,9 +267,10 @@ def table(rows: list[dict]):
     from rich.table import Table
 
     columns = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    title = f"{rows[0]['gpus']} GPUs, {rows[0]['programs']} SMs move rows, µs (ratio to ours)"
+    title = f"{rows[0]['gpus']} GPUs, µs (ratio to ours)"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     out.add_column("tokens/rank", justify="right")
+    out.add_column("programs", justify="right")
     for name in (*columns, "floor out", "floor back", "error"):
         out.add_column(name, justify="right")
     against = {"nccl dispatch, counts read": "dispatch", "nccl dispatch": "dispatch"}
@@ -265,5 +283,5 @@ def table(rows: list[dict]):
             cells.append(f"{row['us'].get(name, float('nan')):.1f}{ratio}")
         floors = [f"{row['floor_us'][name]:.1f}" for name in ("dispatch", "combine")]
         error = row["failed"].get("ours") or f"{row['error']:.1e}"
-        out.add_row(str(row["tokens"]), *cells, *floors, error)
+        out.add_row(str(row["tokens"]), str(row["programs"]), *cells, *floors, error)
     return out

@@ -105,8 +105,9 @@ def combine_all(world, slot, inputs, wanted, plans):
         layout(world=1, experts=5, hidden=128, top_k=2),  # experts not a power of two
         layout(world=4, experts=8, hidden=384, top_k=1, align=64, rows=1024),  # groups not either
         layout(world=2, experts=4, quantised=False),
+        layout(world=2, experts=4, hidden=1280, max_tokens=24),  # a row is several items
     ],
-    ids=["three ranks", "one rank", "one slot a token", "native rows"],
+    ids=["three ranks", "one rank", "one slot a token", "native rows", "long rows"],
 )
 def test_rows_go_there_and_come_back(lay, device):
     world = make_world(lay, device)

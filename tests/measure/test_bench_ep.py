@@ -26,7 +26,7 @@ def test_ratios_compare_like_with_like():
     console = Console(record=True, width=250)
     console.print(bench_ep.table([full.as_dict()]))
     text = console.export_text()
-    assert "2 GPUs, 32 SMs move rows" in text and "60.0 (3.00x)" in text and "9.7" in text
+    assert "2 GPUs, µs" in text and " 32 " in text and "60.0 (3.00x)" in text and "9.7" in text
 
 
 def test_a_wrong_exchange_has_no_time_and_says_so():
