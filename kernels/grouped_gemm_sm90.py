@@ -434,6 +434,15 @@ def _whole_tile(
 
 
 @gluon.jit
+def _put_half(dst, tile, row_tile, column, valid, CONSUMER: gl.constexpr, L: gl.constexpr):
+    """Plain stores of this consumer's 64 columns; rows beyond ``valid`` stay untouched."""
+    r = gl.arange(0, 64, gl.SliceLayout(1, L))
+    cols = column + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))
+    at = dst.ptr + (row_tile * 128 + r).to(gl.int64)[:, None] * dst.width + cols[None, :]
+    gl.store(at, tile, mask=(r < valid)[:, None] & (cols < dst.width)[None, :])
+
+
+@gluon.jit
 def _half_tile(
     dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr, valid, halves,
     CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
@@ -449,24 +458,18 @@ def _half_tile(
         w0 = next_w0
         w1 = next_w1
         stage, phase = ring.next(stage, phase)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # for coalesced stores
-    r = gl.arange(0, 64, gl.SliceLayout(1, LINES))
-    cols = CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, LINES))
-    inside = (r < valid)[:, None]
-    at = dst.ptr + (row_tile * 128 + r).to(gl.int64)[:, None] * dst.width + cols[None, :]
     if work.FUSED:
         h = dst.swiglu(acc0, acc1)
         q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
+        _put_half(dst, q, row_tile, column_tile * 128, valid, CONSUMER, _HALF)
         rows = row_tile * 128 + gl.arange(0, 64, gl.SliceLayout(1, _HALF))
         gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
-        gl.store(at + column_tile * 128, gl.convert_layout(q, LINES), mask=inside)
     else:
-        first = column_tile * 256
+        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # whole sectors
         c = gl.convert_layout(acc0.to(gl.bfloat16), LINES)
-        gl.store(at + first, c, mask=inside & (first + cols < dst.width)[None, :])
-        first += 128
+        _put_half(dst, c, row_tile, column_tile * 256, valid, CONSUMER, LINES)
         c = gl.convert_layout(acc1.to(gl.bfloat16), LINES)
-        gl.store(at + first, c, mask=inside & (first + cols < dst.width)[None, :])
+        _put_half(dst, c, row_tile, column_tile * 256 + 128, valid, CONSUMER, LINES)
     return stage, phase
 
 

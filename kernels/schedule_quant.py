@@ -3,7 +3,7 @@
 
 Each program counts all routes, ranks those of its own token and writes the token's quantised rows
 where they belong. Counting again in every program costs less than a launch and a trip through
-memory between two. Same results as schedule() followed by quant_permute(). Grid: (token, columns).
+memory between two, as long as programs are few. Same results as schedule() followed by quant_permute(). Grid: (token, columns).
 """
 
 import torch
@@ -33,12 +33,9 @@ def _schedule_quant_kernel(
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + token.to(tl.int64) * hidden + col, mask=col < hidden, other=0.0)
     everyone = load_experts(
         ids_ptr, map_ptr, tl.arange(0, R_PAD), num_routes, num_global, E, MAPPED
     )
@@ -56,14 +53,20 @@ def _schedule_quant_kernel(
     row = put_rows(
         e, index, rank, tile_end - needed, route_row_ptr, row_route_ptr, num_routes, align
     )
-    q, scale = quantise(x.to(tl.float32), 1)
     row = row.to(tl.int64)
-    mask = (row >= 0)[:, None, None] & (col < hidden)[None, :, :]
-    copies = tl.broadcast_to(q[None, :, :], (TOP_K_PAD, GROUPS, 128))
-    tl.store(q_ptr + row[:, None, None] * hidden + col[None, :, :], copies, mask=mask)
-    mask = (row >= 0)[:, None] & (group * 128 < hidden)[None, :]
-    copies = tl.broadcast_to(scale[None, :], (TOP_K_PAD, GROUPS))
-    tl.store(s_ptr + group[None, :].to(tl.int64) * num_rows + row[:, None], copies, mask=mask)
+    for first in range(
+        tl.program_id(1) * GROUPS, tl.cdiv(hidden, 128), tl.num_programs(1) * GROUPS
+    ):
+        group = first + tl.arange(0, GROUPS)
+        col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        x = tl.load(x_ptr + token.to(tl.int64) * hidden + col, mask=col < hidden, other=0.0)
+        q, scale = quantise(x.to(tl.float32), 1)
+        mask = (row >= 0)[:, None, None] & (col < hidden)[None, :, :]
+        copies = tl.broadcast_to(q[None, :, :], (TOP_K_PAD, GROUPS, 128))
+        tl.store(q_ptr + row[:, None, None] * hidden + col[None, :, :], copies, mask=mask)
+        mask = (row >= 0)[:, None] & (group * 128 < hidden)[None, :]
+        copies = tl.broadcast_to(scale[None, :], (TOP_K_PAD, GROUPS))
+        tl.store(s_ptr + group[None, :].to(tl.int64) * num_rows + row[:, None], copies, mask=mask)
     program = token * tl.num_programs(1) + tl.program_id(1)
     programs = tl.num_programs(0) * tl.num_programs(1)
     tl.store(tile_count_ptr, tl.sum(needed, 0), mask=program == 0)
@@ -98,8 +101,9 @@ def schedule_quant(
     q = torch.empty((plan.num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((groups, plan.num_rows), dtype=torch.float32, device=x.device)
     r_pad = max(32, triton.next_power_of_2(num_routes))
-    wide = 16 if num_tokens > 64 else 8
-    _schedule_quant_kernel[(num_tokens, triton.cdiv(groups, wide))](
+    wide = 8
+    chunks = max(1, min(triton.cdiv(groups, wide), 256 // num_tokens))
+    _schedule_quant_kernel[(num_tokens, chunks)](
         x, q, scale, topk_ids, expert_map, plan.route_row, plan.row_route,
         plan.tile_expert, plan.tile_rows, plan.num_tiles,
         hidden, plan.num_rows, num_routes,
