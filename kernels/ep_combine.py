@@ -79,7 +79,7 @@ def send_back(ep: Endpoint, slot: int, rows: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one compilation for all batches
 def _collect_kernel(
     parts_ptr, payload_ptr, out_ptr, control_ptr, status_ptr, alarm_ptr, flags_ptr,
     num_tokens, hidden, max_tokens, patience,

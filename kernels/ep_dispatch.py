@@ -33,7 +33,7 @@ from .quant_fp8 import quantise
 PHASE_ROWS = tl.constexpr(ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one compilation for all batches
 def _send_kernel(
     x_ptr, ids_ptr, weight_ptr, place_ptr, rank_ptr, nth_ptr, block_ptr, first_row_ptr, payload_ptr,
     control_ptr, status_ptr, peers_ptr, data_at, scale_at, row_at, weight_at, flags_at,

@@ -62,7 +62,7 @@ def _scan_blocks(block_ptr, num_blocks, WIDTH: tl.constexpr, FIRST: tl.constexpr
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "refusal"])  # one compilation for all batches
 def _count_kernel(
     ids_ptr, place_ptr, rank_ptr, nth_ptr, block_ptr, control_ptr, status_ptr, peers_ptr,
     counts_at, flags_at, num_tokens, me, refusal,
