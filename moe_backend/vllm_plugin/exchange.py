@@ -8,6 +8,8 @@ and no graph is being captured. Layers of equal sizes share one exchange.
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,7 +65,16 @@ def _opened(plan: Plan) -> ExpertParallel:
         place = torch.tensor(plan.place, dtype=torch.int32)
         group = compat.expert_group(on_cpu=plan.transport == "gloo")
         _open[plan] = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)
+        if (
+            plan.transport == "symm"
+        ):  # replayed graphs raise nothing: health must go bad all the same
+            _open[plan].watch(_stop_serving)
     return _open[plan]
+
+
+def _stop_serving(error: Exception) -> None:
+    compat.logger().error("%s: %s", METHOD, error)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def register(config: EPConfig, transport: str, expert_map: torch.Tensor) -> int:

@@ -171,6 +171,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
             hidden=moe.hidden_dim,
             top_k=moe.experts_per_token,
             max_tokens=moe.max_num_tokens,
+            slots=1,  # layers follow each other
         )
         return exchange.register(config, transport, layer.expert_map)
 
