@@ -20,7 +20,7 @@ _SPEC = (
 _library = torch.library.Library("moe_backend", "FRAGMENT")
 
 
-def _operator(schema: str):
+def operator(schema: str):
     """Defines ``moe_backend::<schema>`` with the decorated function as body on every device."""
 
     def register(body):
@@ -31,7 +31,7 @@ def _operator(schema: str):
     return register
 
 
-@_operator(
+@operator(
     f"router_topk(Tensor logits, Tensor? bias, {_SPEC}) "
     "-> (Tensor ids, Tensor weights, Tensor counts)"
 )
@@ -49,7 +49,7 @@ def _(logits, bias, top_k, *spec):
     )
 
 
-@_operator(
+@operator(
     f"fused_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, {_WEIGHTS}, "
     "Tensor? expert_map, Tensor? shared_output, float alpha, float? limit) -> Tensor"
 )
@@ -63,7 +63,7 @@ def fused_experts(
     )
 
 
-@_operator(
+@operator(
     f"moe_layer(Tensor x, Tensor logits, Tensor? bias, {_WEIGHTS}, Tensor? expert_map, "
     f"{_SPEC}, float alpha, float? limit) -> Tensor"
 )

@@ -22,7 +22,7 @@ def all_scores(x: torch.Tensor, score: str) -> torch.Tensor:
         return x.softmax(-1)
     if score == "sigmoid":
         return x.sigmoid()
-    return (x.clamp_min(0) + torch.log1p((-x.abs()).exp())).sqrt()
+    return torch.logaddexp(x, x.new_zeros(())).sqrt()  # softplus, also differentiable at zero
 
 
 def _map(key: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
@@ -38,18 +38,24 @@ def router_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities in the logits' layout and dtype, zero where not chosen, and the bool map."""
     x = _wide(logits)
-    after = spec.score == "softmax" and not pre_softmax
-    score = x if after else all_scores(x, spec.score)
-    key = score if bias is None else score + bias.to(score.dtype)
+    key = x if spec.score == "softmax" and not pre_softmax else all_scores(x, spec.score)
+    key = key if bias is None else key + bias.to(key.dtype)
     chosen = _map(key, spec)
-    if after:
-        probs = x.masked_fill(~chosen, -torch.inf).softmax(-1)
-        probs = torch.where(chosen, probs, 0.0)
+    return dense_probs(logits, chosen, spec, pre_softmax), chosen
+
+
+def dense_probs(
+    logits: torch.Tensor, chosen: torch.Tensor, spec: RouterSpec, pre_softmax: bool
+) -> torch.Tensor:
+    """What router_dense makes of a selection that is already made."""
+    x = _wide(logits)
+    if spec.score == "softmax" and not pre_softmax:
+        probs = torch.where(chosen, x.masked_fill(~chosen, -torch.inf).softmax(-1), 0.0)
     else:
-        probs = torch.where(chosen, score, 0.0)
+        probs = torch.where(chosen, all_scores(x, spec.score), 0.0)
         if spec.score != "softmax" and spec.top_k > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + SUM_FLOOR)
-    return (probs * spec.scale).to(logits.dtype), chosen
+    return (probs * spec.scale).to(logits.dtype)
 
 
 def router_scores(

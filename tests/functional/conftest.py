@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel tests run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+"""The functional face runs on both executions: the torch reference and our kernels.
+
+Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU.
+"""
 
 import interpreter
 import pytest
-import torch
 
 INTERPRETED = interpreter.enable()
 
 
-@pytest.fixture
-def device() -> str:
-    return "cpu" if INTERPRETED else "cuda"
+@pytest.fixture(params=["reference", "kernels"])
+def device(request, monkeypatch) -> str:
+    from moe_backend import ops_training
 
-
-@pytest.fixture
-def poisoned_memory(monkeypatch):
-    """Fresh tensors hold NaN (floats), 0xAA.. (integers): nothing may rely on or leave them."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        out = plain(*args, **kwargs)
-        if out.numel():
-            raw = out.view(torch.uint8) if out.dtype is not torch.bool else out.view(torch.uint8)
-            raw.fill_(0xFF if out.is_floating_point() else 0xAA)
-        return out
-
-    monkeypatch.setattr(torch, "empty", empty)
+    if INTERPRETED:
+        monkeypatch.setattr(ops_training, "on_kernels", lambda t: request.param == "kernels")
+        return "cpu"
+    return "cpu" if request.param == "reference" else "cuda"

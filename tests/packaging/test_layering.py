@@ -11,7 +11,7 @@ FLOORS = [  # top first; a module may import its own floor and those below
     {"cli", "serve_examples"},
     {"measure", "vllm_plugin"},
     {"pipeline", "functional", "balance"},
-    {"ops", "ops_training", "execution", "tuning", "distributed", "tuned_configs"},
+    {"ops", "ops_training", "ops_permute", "execution", "tuning", "distributed", "tuned_configs"},
     {"reference", "reference_training", "support"},
     {"kernels", "types", "envs"},
 ]

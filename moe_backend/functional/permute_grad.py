@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of permutations: the inverse permutation, by the same operators."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_backend import ops_permute as _ops  # noqa: F401  (defines the operators)
+from moe_backend.types import FP8
+
+_operators = torch.ops.moe_backend
+
+
+class Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, scale, where, num_experts, capacity):
+        row_map, offsets, pad_offsets = where
+        out, out_scale, out_probs = _operators.permute_rows(
+            x, row_map, num_experts, capacity, offsets, pad_offsets, scale, probs
+        )
+        ctx.save_for_backward(row_map, pad_offsets)
+        ctx.num_experts, ctx.probs = num_experts, probs is not None
+        ctx.mark_non_differentiable(out_scale)
+        if not x.is_floating_point() or x.dtype is FP8:
+            ctx.mark_non_differentiable(out)
+        ctx.set_materialize_grads(False)
+        return out, out_scale, out_probs
+
+    @staticmethod
+    def backward(ctx, grad, _, grad_probs):
+        row_map, pad_offsets = ctx.saved_tensors
+        moved = grad_probs if ctx.probs else None
+        if grad is None and moved is None:
+            return None, None, None, None, None, None
+        rows = moved.new_empty(moved.shape[0], 0) if grad is None else grad
+        grad_x, grad_probs = _operators.unpermute_rows(
+            rows, row_map, ctx.num_experts, None, pad_offsets, moved
+        )
+        return (
+            None if grad is None else grad_x, None if moved is None else grad_probs,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, row_map, pad_offsets, num_experts):
+        out, _ = _operators.unpermute_rows(rows, row_map, num_experts, weight, pad_offsets, None)
+        ctx.save_for_backward(None if weight is None else rows, weight, row_map, pad_offsets)
+        ctx.num_experts, ctx.capacity = num_experts, rows.shape[0]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight, row_map, pads = ctx.saved_tensors
+        if weight is None:
+            grad_rows, _, _ = _operators.permute_rows(
+                grad, row_map, ctx.num_experts, ctx.capacity, None, pads, None, None
+            )
+            return grad_rows, None, None, None, None
+        grads = _operators.unpermute_rows_backward(
+            grad, rows, row_map, ctx.num_experts, weight, pads
+        )
+        return (*grads, None, None, None)
+
+
+class SortChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inp, probs, source):
+        out, out_probs = _operators.sort_chunks(inp, source, probs, False)
+        ctx.save_for_backward(source)
+        ctx.probs = probs is not None
+        if inp.dtype is FP8:
+            ctx.mark_non_differentiable(out)
+        ctx.set_materialize_grads(False)
+        return out, out_probs
+
+    @staticmethod
+    def backward(ctx, grad, grad_probs):
+        (source,) = ctx.saved_tensors
+        moved = grad_probs if ctx.probs else None
+        if grad is None and moved is None:
+            return None, None, None
+        rows = moved.unsqueeze(1) if grad is None else grad
+        grad_inp, grad_probs = _operators.sort_chunks(
+            rows, source, None if grad is None else moved, True
+        )
+        if grad is None:
+            return None, grad_inp.squeeze(1), None
+        return grad_inp, None if moved is None else grad_probs, None
