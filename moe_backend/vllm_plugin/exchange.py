@@ -65,9 +65,7 @@ def _opened(plan: Plan) -> ExpertParallel:
         place = torch.tensor(plan.place, dtype=torch.int32)
         group = compat.expert_group(on_cpu=plan.transport == "gloo")
         _open[plan] = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)
-        if (
-            plan.transport == "symm"
-        ):  # replayed graphs raise nothing: health must go bad all the same
+        if plan.transport == "symm":  # replayed graphs raise nothing, yet health must go bad
             _open[plan].watch(_stop_serving)
     return _open[plan]
 
