@@ -25,6 +25,7 @@ from moe_backend.types import Routing
 
 DEFAULT_PROGRAMS = 528  # that move rows: four on each of an H200's SMs
 DEFAULT_STAGING = 64 << 20
+CLOCK = True  # waits look at the GPU's clock; Triton's interpreter has none
 
 
 def layout_of(config: EPConfig, world_size: int) -> Layout:
@@ -62,7 +63,7 @@ class SymmExchange:
         assert self._buffer.local is not None
         self._end: Endpoint | None = Endpoint(
             layout, control.rank, self._buffer.local, self._buffer.peers, place.to(device),
-            self._alarm.status, self._alarm.seen, int(control.timeout_s * 1e9), programs, True,
+            self._alarm.status, self._alarm.seen, int(control.timeout_s * 1e9), programs, CLOCK,
             tuple(make_slot(layout, device) for _ in range(config.slots)),
         )  # fmt: skip
         self._free = list(range(config.slots))
@@ -167,7 +168,7 @@ class SymmBackend(Backend):
         self._end = Staging(
             self.world_size, self.rank, capacity, self._buffer.local, self._buffer.peers,
             torch.zeros(8, dtype=torch.int32, device=device), self._alarm.status, self._alarm.seen,
-            int(timeout_s * 1e9), DEFAULT_PROGRAMS, True,
+            int(timeout_s * 1e9), DEFAULT_PROGRAMS, CLOCK,
         )  # fmt: skip
 
     def gather(self, words: Sequence[int], phase: str) -> list[list[int]]:
@@ -185,7 +186,10 @@ class SymmBackend(Backend):
             self.check()
         problem = problem_of(send, send_counts, recv, recv_counts, self.world_size)
         if problem:
-            ep_alltoallv.put(self._end, send, send_counts, recv, 1, 0, refusal=True)
+            none = torch.zeros(self.world_size, dtype=torch.int64, device=self._end.peers.device)
+            empty = torch.empty((0, 1), dtype=torch.uint8, device=none.device)
+            ep_alltoallv.put(self._end, empty, none, empty, 1, 0, refusal=True)
+            ep_alltoallv.take(self._end, empty, none, 1, 0)  # this rank breaks off like the others
             raise EPMismatch(f"alltoallv: rank {self.rank}: {problem}")
         size, dtype = row_bytes(send), DTYPES.index(send.dtype)
         ep_alltoallv.put(self._end, send, send_counts, recv, size, dtype)
