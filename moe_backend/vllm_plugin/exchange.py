@@ -43,10 +43,10 @@ _library.define(
 
 
 def _exchanged_experts(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, plan, alpha, limit):
-    exchange = _opened(_plans[plan])
+    weights, activation = ExpertWeights(w13, w13_scale, w2, w2_scale), Activation(alpha, limit)
+    exchange = _open.get(_plans[plan]) or _opened(_plans[plan], weights, activation)
     routing = Routing(topk_ids, topk_weights, exchange.config.num_experts)
-    weights = ExpertWeights(w13, w13_scale, w2, w2_scale)
-    return ep_experts(x, routing, weights, exchange, Activation(alpha, limit))
+    return ep_experts(x, routing, weights, exchange, activation)
 
 
 _library.impl("exchanged_experts", _exchanged_experts, "CompositeExplicitAutograd")
@@ -57,22 +57,34 @@ def _(x, *rest):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _opened(plan: Plan) -> ExpertParallel:
-    if plan not in _open:
-        # Ranks get here minutes apart when one of them compiles the model and others load it from
-        # the cache: meet under the engine's patience before ours begins to count.
-        compat.gather_from_experts("open")
-        place = torch.tensor(plan.place, dtype=torch.int32)
-        group = compat.expert_group(on_cpu=plan.transport == "gloo")
-        _open[plan] = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)
-        if plan.transport == "symm":  # replayed graphs raise nothing, yet health must go bad
-            _open[plan].watch(_stop_serving)
-    return _open[plan]
+def _opened(plan: Plan, weights: ExpertWeights, activation: Activation) -> ExpertParallel:
+    # Ranks get here minutes apart when one of them compiles the model and others load it from the
+    # cache: meet under the engine's patience before ours begins to count.
+    compat.gather_from_experts("open")
+    place = torch.tensor(plan.place, dtype=torch.int32)
+    group = compat.expert_group(on_cpu=plan.transport == "gloo")
+    exchange = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)
+    if weights.w13.is_cuda:
+        warm(exchange, weights, activation, (1, 7, 16, plan.config.max_tokens))
+    _open[plan] = exchange
+    return exchange
 
 
-def _stop_serving(error: Exception) -> None:
-    compat.logger().error("%s: %s", METHOD, error)
-    os.kill(os.getpid(), signal.SIGTERM)
+def warm(
+    exchange: ExpertParallel,
+    weights: ExpertWeights,
+    activation: Activation,
+    sizes: tuple[int, ...],
+) -> None:
+    """Compiles what any batch will launch: sizes that differ by what they divide by. Collective."""
+    config, device = exchange.config, weights.w13.device
+    for tokens in sizes:
+        x = torch.zeros(tokens, config.hidden, dtype=config.dtype, device=device)
+        slots = torch.arange(tokens * config.top_k, device=device) % config.num_experts
+        ids = slots.int().view(tokens, config.top_k)
+        routed = torch.full(ids.shape, 1.0 / config.top_k, device=device)
+        routing = Routing(ids, routed, config.num_experts)
+        ep_experts(x, routing, weights, exchange, activation)
 
 
 def register(config: EPConfig, transport: str, expert_map: torch.Tensor) -> int:

@@ -92,7 +92,10 @@ def _layer_on_a_rank(rank, world):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = exchange.run(mode.from_tensor(x), pair, local, plan, Activation())
     assert fake.shape == out.shape and fake.dtype is out.dtype
+    (opened,) = exchange._open.values()
+    exchange.warm(opened, local, Activation(), (1, 7, 16))
     exchange.close()
+    assert not exchange._open
 
 
 def test_operator_over_two_ranks():
