@@ -34,7 +34,8 @@ def run_local_experts(
     assert rows.scale is not None
     x = reference.dequant_fp8(rows.data, rows.scale.T)
     out = torch.zeros(x.shape, dtype=torch.bfloat16)
-    row_expert = rows.tile_expert.repeat_interleave(rows.align)
+    valid = torch.arange(rows.align) < rows.tile_rows[:, None]  # padding is not worth computing
+    row_expert = torch.where(valid, rows.tile_expert[:, None], -1).flatten()
     for expert in row_expert.unique().tolist():
         if expert >= 0:
             mine = row_expert == expert

@@ -48,6 +48,7 @@ def one_rank(device, monkeypatch, tmp_path):
     monkeypatch.setattr(symm, "SymmetricBuffer", PlainBuffer)
     monkeypatch.setattr(symm, "Alarm", PlainAlarm)
     monkeypatch.setattr(symm, "CLOCK", False)
+    monkeypatch.setattr(symm, "DEFAULT_PROGRAMS", 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     store = dist.FileStore(str(tmp_path / "store"), 1)
