@@ -66,8 +66,15 @@ def _opened(plan: Plan, weights: ExpertWeights, activation: Activation) -> Exper
     exchange = ExpertParallel(plan.config, group, backend=plan.transport, expert_map=place)
     if weights.w13.is_cuda:
         warm(exchange, weights, activation, (1, 7, 16, plan.config.max_tokens))
+    if plan.transport == "symm":  # replayed graphs raise nothing, yet health must go bad
+        exchange.watch(_stop_serving)
     _open[plan] = exchange
     return exchange
+
+
+def _stop_serving(error: Exception) -> None:
+    compat.logger().error("%s: %s", METHOD, error)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def warm(
