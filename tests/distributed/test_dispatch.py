@@ -7,7 +7,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ep_payloads import ALIGN, EXPERTS, HIDDEN, TOP_K, coded_tokens, config, one_iteration
+from ep_payloads import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    check_gradients,
+    coded_tokens,
+    config,
+    one_iteration,
+)
 from factories import expert_weights, relative_error, routing
 from ranks import run_ranks
 
@@ -92,25 +100,7 @@ def test_the_layer_equals_one_process_to_rounding():
 
 
 def _gradients(rank, world):
-    ep = ExpertParallel(config(dtype=torch.float32, wire="native"), backend="gloo")
-    g = torch.Generator().manual_seed(rank)
-    x = torch.randn(10, HIDDEN, generator=g).requires_grad_()
-    ids = torch.rand(10, EXPERTS, generator=g).argsort(1)[:, :TOP_K].int()
-    ids[3] = -1
-    weights = torch.rand(10, TOP_K, generator=g).requires_grad_()
-    upstream = torch.randn(10, HIDDEN, generator=g)
-    factors = torch.linspace(-1, 1, EXPERTS)  # expert e computes tanh(factor_e · x)
-    rows, handle = dispatch(x, Routing(ids, weights, EXPERTS), ep)
-    factor = factors[rank * 2 + rows.tile_expert.long()].repeat_interleave(ALIGN)[:, None]
-    y = combine(torch.tanh(rows.data * factor), handle)
-    y.backward(upstream)
-    found = y.detach(), x.grad, weights.grad
-    x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
-    routes = torch.tanh(x[:, None] * factors[ids.clamp_min(0).long()][..., None])
-    alone = (routes * (weights * (ids >= 0))[..., None]).sum(1)
-    alone.backward(upstream)
-    for ours, theirs in zip(found, (alone.detach(), x.grad, weights.grad), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    check_gradients(rank, world, "gloo", "cpu")
 
 
 def test_gradients_equal_those_of_one_process():

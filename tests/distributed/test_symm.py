@@ -8,7 +8,15 @@ import time
 
 import pytest
 import torch
-from ep_payloads import EXPERTS, HIDDEN, TOP_K, coded_tokens, config, one_iteration
+from ep_payloads import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    check_gradients,
+    coded_tokens,
+    config,
+    one_iteration,
+)
 from factories import expert_weights, relative_error, routing
 from ranks import Ranks, run_ranks
 
@@ -40,9 +48,17 @@ def _many_iterations(rank, world, backend, steps):
     ep.check()
 
 
-@pytest.mark.parametrize("backend, steps", [("symm", 2000), ("nccl", 200)])
+@pytest.mark.parametrize("backend, steps", [("symm", 1000), ("nccl", 100)])
 def test_every_row_arrives_over_many_iterations(backend, steps):
     run_ranks(_many_iterations, WORLD, backend, steps, timeout=300, cuda=True)
+
+
+def _gradients(rank, world):
+    check_gradients(rank, world, "nccl", "cuda")
+
+
+def test_gradients_over_nccl_equal_those_of_one_process():
+    run_ranks(_gradients, WORLD, cuda=True)
 
 
 def _experts_move_and_two_in_flight(rank, world):

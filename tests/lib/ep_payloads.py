@@ -9,7 +9,7 @@ import random
 import torch
 
 from moe_backend import Routing
-from moe_backend.distributed import EPConfig, combine, dispatch
+from moe_backend.distributed import EPConfig, ExpertParallel, combine, dispatch
 from moe_backend.reference import dequant_fp8
 
 EXPERTS, HIDDEN, TOP_K, ALIGN = 8, 256, 3, 16
@@ -111,3 +111,27 @@ def one_iteration(ep, rank, step, place, device="cpu", look_at_rows=True):
     want[:, :128] = ((r.topk_ids + 1) * weights).sum(1)[:, None]
     want[:, 128:132] = x[:, 1:5].float() * weights.sum(1)[:, None]
     assert torch.equal(y, want)
+
+
+def check_gradients(rank, world, backend, device):
+    """Expert e computes tanh(factor_e · x): gradients of x and of the weights, against one
+    process that holds all experts."""
+    ep = ExpertParallel(config(dtype=torch.float32, wire="native"), backend=backend)
+    local, g = EXPERTS // world, torch.Generator().manual_seed(rank)
+    x = torch.randn(10, HIDDEN, generator=g).to(device).requires_grad_()
+    ids = torch.rand(10, EXPERTS, generator=g).argsort(1)[:, :TOP_K].int().to(device)
+    ids[3] = -1
+    weights = torch.rand(10, TOP_K, generator=g).to(device).requires_grad_()
+    upstream = torch.randn(10, HIDDEN, generator=g).to(device)
+    factors = torch.linspace(-1, 1, EXPERTS, device=device)
+    rows, handle = dispatch(x, Routing(ids, weights, EXPERTS), ep)
+    factor = factors[rank * local + rows.tile_expert.long()].repeat_interleave(ALIGN)[:, None]
+    y = combine(torch.tanh(rows.data * factor), handle)
+    y.backward(upstream)
+    found = y.detach(), x.grad, weights.grad
+    x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
+    routes = torch.tanh(x[:, None] * factors[ids.clamp_min(0).long()][..., None])
+    alone = (routes * (weights * (ids >= 0))[..., None]).sum(1)
+    alone.backward(upstream)
+    for ours, theirs in zip(found, (alone.detach(), x.grad, weights.grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
