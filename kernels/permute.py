@@ -7,9 +7,10 @@
     every other row                = 0
 
 Shapes: x [T, H], out [capacity, H]. Grid: first some programs that share the rows without a
-route, then one program a token, which reads its row once, whatever top-k is, and stores ROUTES
-rows at a time. FP8 rows travel as bytes. Where more rows are routed than fit, nothing is written
-out of bounds and every row becomes NaN: the host, which is not waited for, cannot raise.
+route, then one program a token, which assigns the token's rows where that is still to be done,
+reads its row once, whatever top-k is, and stores one whole row after the other. FP8 rows travel as
+bytes. Where more rows are routed than fit, nothing is written out of bounds and every row becomes
+NaN: the host, which is not waited for, cannot raise.
 """
 
 from typing import NamedTuple
@@ -19,29 +20,15 @@ import triton
 import triton.language as tl
 
 from .launch_counter import sm_count
+from .row_map import Pending, assign_rows
 
-_ROUTES = 8
-_BYTES = 2048  # of a row at a time: 16 a lane of four warps
+_COLS = 8192  # of a row in registers at a time
 
 
 class Permuted(NamedTuple):
     out: torch.Tensor  # [capacity, hidden]
     scale: torch.Tensor | None  # [capacity, groups] fp32
     probs: torch.Tensor | None  # [capacity]
-
-
-@triton.jit
-def routes_of(map_ptr, token, first, count, E: tl.constexpr, K: tl.constexpr, ROUTES: tl.constexpr):
-    """Row, expert (slot for ids) and validity of ROUTES routes of a token, from ``first`` on."""
-    slot = first + tl.arange(0, ROUTES)
-    if K == 0:
-        at = map_ptr + token * (2 * E + 1) + slot
-        row = tl.load(at, mask=slot < count, other=-1)
-        expert = tl.load(at + E, mask=slot < count, other=0)
-    else:
-        row = tl.load(map_ptr + token * K + slot, mask=slot < K, other=-1)
-        expert = slot
-    return row, expert, row >= 0
 
 
 @triton.jit
@@ -74,10 +61,10 @@ def _zero_rows(
 @triton.jit
 def _permute_kernel(
     x_ptr, scale_in_ptr, probs_in_ptr, out_ptr, scale_ptr, probs_ptr,
-    map_ptr, offsets_ptr, pads_ptr,
+    map_ptr, words_ptr, before_ptr, offsets_ptr, pads_ptr,
     capacity, hidden, groups, row_stride, probs_stride, NUM_PADS,
     E: tl.constexpr, K: tl.constexpr, NAN: tl.constexpr,
-    WIDTH: tl.constexpr, ROUTES: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < NUM_PADS:
         _zero_rows(
@@ -86,38 +73,40 @@ def _permute_kernel(
         )  # fmt: skip
     else:
         token = (tl.program_id(0) - NUM_PADS).to(tl.int64)
+        row_map = map_ptr + token * (K if K > 0 else 2 * E + 1)
         count = K
-        if K == 0:
-            count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
+        if words_ptr is not None:
+            count = assign_rows(map_ptr, words_ptr, before_ptr, offsets_ptr, token, E, WIDTH)
+        elif K == 0:
+            count = tl.load(row_map + 2 * E)
         needed = 0
         if offsets_ptr is not None:
             needed = tl.load(offsets_ptr + E)
             if pads_ptr is not None:
                 needed += tl.load(pads_ptr + E)
-        col = tl.arange(0, COLS)[None, :]
-        for first in range(0, count, ROUTES):
-            row, expert, valid = routes_of(map_ptr, token, first, count, E, K, ROUTES)
-            if K == 0 and pads_ptr is not None:
-                row += tl.load(pads_ptr + expert, mask=valid, other=0)
-            valid = valid & (row < capacity)
-            row = row.to(tl.int64)
-            for start in range(0, hidden, COLS):
-                at = start + col
-                x = tl.load(x_ptr + token * row_stride + at, mask=at < hidden, other=0)
-                if needed > capacity:
-                    x = tl.full([1, COLS], NAN, x.dtype)
-                out = tl.broadcast_to(x, [ROUTES, COLS])
-                at = out_ptr + row[:, None] * hidden + at
-                tl.store(at, out, mask=valid[:, None] & (start + col < hidden))
-            if probs_ptr is not None:
-                p = tl.load(probs_in_ptr + token * probs_stride + expert, mask=valid, other=0.0)
-                tl.store(probs_ptr + row, p, mask=valid)
-            if scale_ptr is not None:
-                group = tl.arange(0, GROUPS)[None, :]
-                scale = tl.load(scale_in_ptr + token * groups + group, mask=group < groups)
-                at = scale_ptr + row[:, None] * groups + group
-                scale = tl.broadcast_to(scale, [ROUTES, GROUPS])
-                tl.store(at, scale, mask=valid[:, None] & (group < groups))
+        for start in range(0, hidden, COLS):
+            col = start + tl.arange(0, COLS)
+            x = tl.load(x_ptr + token * row_stride + col, mask=col < hidden, other=0)
+            if needed > capacity:
+                x = tl.full([COLS], NAN, x.dtype)
+            for slot in range(count):
+                row = tl.load(row_map + slot)
+                expert = slot
+                if K == 0:
+                    expert = tl.load(row_map + E + slot)
+                    if pads_ptr is not None:
+                        row += tl.load(pads_ptr + expert)
+                valid = (row >= 0) & (row < capacity)
+                row = row.to(tl.int64)
+                tl.store(out_ptr + row * hidden + col, x, mask=valid & (col < hidden))
+                if probs_ptr is not None and start == 0:
+                    at = probs_in_ptr + token * probs_stride + expert
+                    tl.store(probs_ptr + row, tl.load(at, mask=valid, other=0.0), mask=valid)
+                if scale_ptr is not None and start == 0:
+                    group = tl.arange(0, GROUPS)
+                    scale = tl.load(scale_in_ptr + token * groups + group, mask=group < groups)
+                    at = scale_ptr + row * groups + group
+                    tl.store(at, scale, mask=valid & (group < groups))
 
 
 def slots(row_map: torch.Tensor, num_experts: int) -> int:
@@ -135,6 +124,7 @@ def permute(
     pad_offsets: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
+    pending: Pending | None = None,
 ) -> Permuted:
     """Rows of x [T, H] in expert order; rows without a route are zero.
 
@@ -145,6 +135,7 @@ def permute(
         pad_offsets: [num_experts + 1], to start every expert at its aligned row.
         scale: [T, groups] fp32 that travel with FP8 rows.
         probs: [T, num_experts] (mask) or [T, k] (ids) to travel with the rows.
+        pending: what the rows of ``row_map`` are to be assigned from, where they are not yet.
     """
     num_tokens, hidden = x.shape
     device = x.device
@@ -162,14 +153,16 @@ def permute(
     pads = 0 if offsets is None else min(capacity, 8 * sm_count(device))
     if num_tokens + pads and hidden:
         raw = x.dtype.itemsize == 1
+        cols = min(_COLS, triton.next_power_of_2(hidden))
         _permute_kernel[(num_tokens + pads,)](
             x.view(torch.uint8) if raw else x, scale if scale is None else scale.contiguous(),
-            probs, out.view(torch.uint8) if raw else out, out_scale, out_probs,
-            row_map, offsets, pad_offsets,
-            capacity, hidden, groups, x.stride(0), 0 if probs is None else probs.stride(0), pads,
+            probs, out.view(torch.uint8) if raw else out, out_scale, out_probs, row_map,
+            None if pending is None else pending.words, None if pending is None else pending.before,
+            offsets, pad_offsets, capacity, hidden, groups,
+            x.stride(0), 0 if probs is None else probs.stride(0), pads,
             E=num_experts, K=slots(row_map, num_experts), NAN=0x7F if raw else float("nan"),
-            WIDTH=triton.next_power_of_2(num_experts),
-            ROUTES=_ROUTES, COLS=min(_BYTES // x.itemsize, triton.next_power_of_2(hidden)),
-            GROUPS=triton.next_power_of_2(max(1, groups)), num_warps=4,
+            WIDTH=triton.next_power_of_2(num_experts), COLS=cols,
+            GROUPS=triton.next_power_of_2(max(1, groups)),
+            num_warps=8 if cols * x.itemsize >= 8192 else 4,
         )  # fmt: skip
     return Permuted(out, out_scale, out_probs)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each route's row goes when rows are ordered by expert, from a mask or from ids.
 
-Rows of one expert keep the tokens' order. Three launches, no host sync:
+Rows of one expert keep the tokens' order. No host sync. For a mask:
 
-    count    routes of each expert in each block of tokens           [E, blocks]
-    scan     their exclusive sums over the blocks; the last program to finish sums over experts
-    assign   row of a route = start of its expert + its block's offset + rank within the block
+    words    32 tokens of an expert as the bits of one integer            [blocks, E]
+    scan     bits set before each block; the last program to finish sums over experts
+    assign   row of a route = start of its expert + bits before its block + bits before its token
+A permutation assigns each token's rows as it goes, so that the map costs two launches. For ids:
+counts of each block of 128 routes, the same scan, and an assignment with the rank in the block.
 
 Layouts, all int32 but ``targets``:
     mask   row_map [T, 2 E + 1]: rows of the token's n routes, from column E their experts, in
@@ -23,7 +25,8 @@ import triton.language as tl
 
 from .launch_counter import zeroed_line
 
-_SCANNED = 1024  # blocks a step of the scan
+_SCANNED = 4096  # values that a program of the scan holds
+_TOKENS = tl.constexpr(32)  # of a word
 _IDS_PER_BLOCK = 128
 
 
@@ -34,47 +37,66 @@ class RowMap(NamedTuple):
     targets: torch.Tensor  # [num_experts] int64, rows of each expert with its padding
 
 
+class Pending(NamedTuple):
+    """A mask's map before its rows are assigned."""
+
+    row_map: torch.Tensor  # [num_tokens, 2 * num_experts + 1], nothing in it yet
+    words: torch.Tensor  # [blocks, num_experts]
+    before: torch.Tensor  # [blocks, num_experts] routes of the expert before the block
+
+
 @triton.jit
-def _count_mask_kernel(
-    mask_ptr, counts_ptr, num_tokens, row_stride, num_blocks,
-    E: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+def _bits_set(word):
+    """Population count of each 32-bit integer."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _words_kernel(mask_ptr, words_ptr, num_tokens, row_stride, E: tl.constexpr, COLS: tl.constexpr):
+    bit = tl.arange(0, _TOKENS)
+    token = tl.program_id(0) * _TOKENS + bit
     expert = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = (token < num_tokens)[:, None] & (expert < E)[None, :]
     at = mask_ptr + token.to(tl.int64)[:, None] * row_stride + expert[None, :]
     routed = (tl.load(at, mask=inside, other=0) != 0).to(tl.int32)
-    out = counts_ptr + expert.to(tl.int64) * num_blocks + tl.program_id(0)
-    tl.store(out, tl.sum(routed, 0), mask=expert < E)
+    words = tl.sum(routed << bit[:, None], 0)
+    tl.store(words_ptr + tl.program_id(0).to(tl.int64) * E + expert, words, mask=expert < E)
 
 
 @triton.jit
 def _count_ids_kernel(
-    ids_ptr, counts_ptr, num_routes, num_blocks,
+    ids_ptr, counts_ptr, num_routes,
     E: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr,
 ):  # fmt: skip
     route = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
     ids = tl.load(ids_ptr + route, mask=route < num_routes, other=-1).to(tl.int32)
     expert = tl.arange(0, WIDTH)
     counts = tl.histogram(tl.where(ids < 0, E, ids), WIDTH, mask=(ids >= 0) & (ids < E))
-    out = counts_ptr + expert.to(tl.int64) * num_blocks + tl.program_id(0)
-    tl.store(out, counts, mask=expert < E)
+    tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + expert, counts, mask=expert < E)
 
 
 @triton.jit
 def _scan_kernel(
-    counts_ptr, totals_ptr, offsets_ptr, pads_ptr, targets_ptr, ticket_ptr, num_blocks, align,
-    E: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+    counts_ptr, before_ptr, totals_ptr, offsets_ptr, pads_ptr, targets_ptr, ticket_ptr,
+    num_blocks, align,
+    E: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        inside = (expert < E)[:, None] & (block < num_blocks)[None, :]
-        at = counts_ptr + expert.to(tl.int64)[:, None] * num_blocks + block[None, :]
-        counts = tl.load(at, mask=inside, other=0)
-        tl.store(at, before[:, None] + tl.cumsum(counts, 1) - counts, mask=inside)
-        before += tl.sum(counts, 1)
+        inside = (block < num_blocks)[:, None] & (expert < E)[None, :]
+        at = block.to(tl.int64)[:, None] * E + expert[None, :]
+        counts = tl.load(counts_ptr + at, mask=inside, other=0)
+        if WORDS:
+            counts = _bits_set(counts)
+        tl.store(before_ptr + at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        before += tl.sum(counts, 0)
     tl.store(totals_ptr + expert, before, mask=expert < E)
     tl.debug_barrier()  # the ticket releases the totals
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -91,31 +113,40 @@ def _scan_kernel(
 
 
 @triton.jit
-def _assign_mask_kernel(
-    mask_ptr, counts_ptr, offsets_ptr, map_ptr, num_tokens, row_stride, num_blocks,
-    E: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+def assign_rows(
+    map_ptr, words_ptr, before_ptr, offsets_ptr, token, E: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Writes one token's part of a mask's map; returns its number of routes."""
     expert = tl.arange(0, WIDTH)
-    inside = (token < num_tokens)[:, None] & (expert < E)[None, :]
-    token = token.to(tl.int64)
-    at = mask_ptr + token[:, None] * row_stride + expert[None, :]
-    routed = (tl.load(at, mask=inside, other=0) != 0).to(tl.int32)
-    block = counts_ptr + expert.to(tl.int64) * num_blocks + tl.program_id(0)
-    start = tl.load(block, mask=expert < E, other=0)
-    start += tl.load(offsets_ptr + expert, mask=expert < E, other=0)
-    row = start[None, :] + tl.cumsum(routed, 0) - routed
-    place = tl.cumsum(routed, 1) - routed
-    out = map_ptr + token[:, None] * (2 * E + 1) + place
-    tl.store(out, row, mask=routed != 0)
-    tl.store(out + E, tl.broadcast_to(expert[None, :], [TOKENS, WIDTH]), mask=routed != 0)
-    count = tl.sum(routed, 1)
-    tl.store(map_ptr + token * (2 * E + 1) + 2 * E, count, mask=token < num_tokens)
+    inside = expert < E
+    at = token // _TOKENS * E + expert
+    word = tl.load(words_ptr + at, mask=inside, other=0)
+    bit = (token % _TOKENS).to(tl.int32)
+    routed = (word >> bit) & 1
+    earlier = (tl.full([], 1, tl.int32) << bit) - 1
+    row = tl.load(before_ptr + at, mask=inside, other=0) + _bits_set(word & earlier)
+    row += tl.load(offsets_ptr + expert, mask=inside, other=0)
+    row_map = map_ptr + token * (2 * E + 1)
+    place = row_map + tl.cumsum(routed, 0) - routed
+    tl.store(place, row, mask=routed != 0)
+    tl.store(place + E, expert, mask=routed != 0)
+    count = tl.sum(routed, 0)
+    tl.store(row_map + 2 * E, count)
+    tl.debug_barrier()  # the program reads what its threads have written
+    return count
+
+
+@triton.jit
+def _assign_mask_kernel(
+    map_ptr, words_ptr, before_ptr, offsets_ptr, E: tl.constexpr, WIDTH: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    assign_rows(map_ptr, words_ptr, before_ptr, offsets_ptr, token, E, WIDTH)
 
 
 @triton.jit
 def _assign_ids_kernel(
-    ids_ptr, counts_ptr, offsets_ptr, pads_ptr, map_ptr, num_routes, num_blocks,
+    ids_ptr, before_ptr, offsets_ptr, pads_ptr, map_ptr, num_routes,
     E: tl.constexpr, ROUTES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROUTES
@@ -125,69 +156,74 @@ def _assign_ids_kernel(
     others = tl.load(ids_ptr + other, mask=other < num_routes, other=-1).to(tl.int32)
     earlier = (others == ids[:, None]) & (other < mine[:, None])
     valid = (ids >= 0) & (ids < E)
-    block = counts_ptr + ids.to(tl.int64) * num_blocks + tl.program_id(0)
+    block = before_ptr + tl.program_id(0).to(tl.int64) * E + ids
     row = tl.load(block, mask=valid, other=0) + tl.load(offsets_ptr + ids, mask=valid, other=0)
     row += tl.load(pads_ptr + ids, mask=valid, other=0) + tl.sum(earlier.to(tl.int32), 1)
     tl.store(map_ptr + mine, tl.where(valid, row, -1), mask=mine < num_routes)
 
 
-def _scan(counts: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:
-    device, num_blocks = counts.device, counts.shape[1]
-    totals = torch.empty(num_experts, dtype=torch.int32, device=device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    pads = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+def _scan(counts: torch.Tensor, align: int, *, words: bool) -> tuple[torch.Tensor, ...]:
+    """Exclusive sums over the blocks, and starts, padding and padded sizes of the experts."""
+    device, (num_blocks, num_experts) = counts.device, counts.shape
+    before = torch.empty_like(counts)
+    ints = torch.empty(3 * num_experts + 2, dtype=torch.int32, device=device)
+    offsets, pads, totals = ints.split((num_experts + 1, num_experts + 1, num_experts))
     targets = torch.empty(num_experts, dtype=torch.int64, device=device)
-    blocks = min(_SCANNED, triton.next_power_of_2(max(1, num_blocks)))
-    experts = max(1, 4096 // blocks // 2)
+    blocks = min(512, triton.next_power_of_2(max(1, num_blocks)))
+    experts = min(64, _SCANNED // blocks)
     _scan_kernel[(triton.cdiv(num_experts, experts),)](
-        counts, totals, offsets, pads, targets, zeroed_line(device, 1), num_blocks, align,
-        E=num_experts, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts, BLOCKS=blocks,
+        counts, before, totals, offsets, pads, targets, zeroed_line(device, 1), num_blocks, align,
+        E=num_experts, WORDS=words, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts,
+        BLOCKS=blocks,
     )  # fmt: skip
-    return offsets, pads, targets
+    return before, offsets, pads, targets
 
 
-def row_map_of_mask(mask: torch.Tensor, align: int = 1) -> RowMap:
-    """Rows by expert from a map [num_tokens, num_experts], bool or any integer, not 0 = routed."""
+def row_map_of_mask(
+    mask: torch.Tensor, align: int = 1, *, assign: bool = True
+) -> tuple[RowMap, Pending]:
+    """Rows by expert from a map [num_tokens, num_experts], bool or any integer, not 0 = routed.
+
+    Without ``assign`` the rows are left to the permutation that follows.
+    """
     num_tokens, num_experts = mask.shape
     if mask.stride(1) != 1:
         mask = mask.contiguous()
-    width = triton.next_power_of_2(num_experts)
-    tokens = max(4, min(64, 8192 // width))
-    num_blocks = triton.cdiv(num_tokens, tokens)
     device = mask.device
-    counts = torch.empty((num_experts, num_blocks), dtype=torch.int32, device=device)
+    words = torch.empty(
+        (triton.cdiv(num_tokens, _TOKENS.value), num_experts), dtype=torch.int32, device=device
+    )
     row_map = torch.empty((num_tokens, 2 * num_experts + 1), dtype=torch.int32, device=device)
+    width = triton.next_power_of_2(num_experts)
     cols = min(width, 256)
     if num_tokens:
-        _count_mask_kernel[(num_blocks, triton.cdiv(num_experts, cols))](
-            mask, counts, num_tokens, mask.stride(0), num_blocks,
-            E=num_experts, TOKENS=tokens, COLS=cols,
+        _words_kernel[(words.shape[0], triton.cdiv(num_experts, cols))](
+            mask, words, num_tokens, mask.stride(0), E=num_experts, COLS=cols
+        )
+    before, offsets, pads, targets = _scan(words, align, words=True)
+    if num_tokens and assign:
+        _assign_mask_kernel[(num_tokens,)](
+            row_map, words, before, offsets, E=num_experts, WIDTH=width,
+            num_warps=1 if width <= 512 else 4,
         )  # fmt: skip
-    offsets, pads, targets = _scan(counts, num_experts, align)
-    if num_tokens:
-        _assign_mask_kernel[(num_blocks,)](
-            mask, counts, offsets, row_map, num_tokens, mask.stride(0), num_blocks,
-            E=num_experts, WIDTH=width, TOKENS=tokens, num_warps=8,
-        )  # fmt: skip
-    return RowMap(row_map, offsets, pads, targets)
+    return RowMap(row_map, offsets, pads, targets), Pending(row_map, words, before)
 
 
 def row_map_of_ids(ids: torch.Tensor, num_experts: int, align: int = 1) -> RowMap:
     """Rows by expert from ids [num_tokens, top_k]; an id out of range, like -1, has no row."""
     ids = ids.contiguous()
     num_routes = ids.numel()
-    num_blocks = triton.cdiv(num_routes, _IDS_PER_BLOCK)
-    counts = torch.empty((num_experts, num_blocks), dtype=torch.int32, device=ids.device)
+    size = (triton.cdiv(num_routes, _IDS_PER_BLOCK), num_experts)
+    counts = torch.empty(size, dtype=torch.int32, device=ids.device)
     row_map = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     if num_routes:
-        _count_ids_kernel[(num_blocks,)](
-            ids, counts, num_routes, num_blocks,
+        _count_ids_kernel[(size[0],)](
+            ids, counts, num_routes,
             E=num_experts, WIDTH=triton.next_power_of_2(num_experts), ROUTES=_IDS_PER_BLOCK,
         )  # fmt: skip
-    offsets, pads, targets = _scan(counts, num_experts, align)
+    before, offsets, pads, targets = _scan(counts, align, words=False)
     if num_routes:
-        _assign_ids_kernel[(num_blocks,)](
-            ids, counts, offsets, pads, row_map, num_routes, num_blocks,
-            E=num_experts, ROUTES=_IDS_PER_BLOCK,
-        )  # fmt: skip
+        _assign_ids_kernel[(size[0],)](
+            ids, before, offsets, pads, row_map, num_routes, E=num_experts, ROUTES=_IDS_PER_BLOCK
+        )
     return RowMap(row_map, offsets, pads, targets)

@@ -17,9 +17,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .permute import routes_of, slots
+from .permute import slots
 
 _ROUTES = 8
+
+
+@triton.jit
+def routes_of(map_ptr, token, first, count, E: tl.constexpr, K: tl.constexpr, ROUTES: tl.constexpr):
+    """Row, expert (slot for ids) and validity of ROUTES routes of a token, from ``first`` on."""
+    slot = first + tl.arange(0, ROUTES)
+    if K == 0:
+        at = map_ptr + token * (2 * E + 1) + slot
+        row = tl.load(at, mask=slot < count, other=-1)
+        expert = tl.load(at + E, mask=slot < count, other=0)
+    else:
+        row = tl.load(map_ptr + token * K + slot, mask=slot < K, other=-1)
+        expert = slot
+    return row, expert, row >= 0
 
 
 @triton.jit

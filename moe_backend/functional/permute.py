@@ -75,17 +75,12 @@ def _capacity(routing_map: torch.Tensor, kind: str, num_out_tokens: int | None) 
 
 def _permute(inp, probs, routing_map, kind, align, capacity):
     data, scale = _rows(inp)
-    experts = routing_map.shape[1]
-    if kind == "index":
-        experts = max(MAX_EXPERTS, routing_map.shape[1])  # the largest id is not read back
-    row_map, offsets, pads, targets = _operators.row_map(
-        routing_map, experts if kind == "index" else 0, align
+    # the largest index is not read back
+    experts = 0 if kind == "mask" else max(MAX_EXPERTS, routing_map.shape[1])
+    out, out_scale, out_probs, row_map, pads, targets = Permute.apply(
+        data, probs, scale, routing_map, experts, align, capacity
     )
-    padded = pads if align > 1 else None
-    where = row_map, offsets, padded
-    out, out_scale, out_probs = Permute.apply(data, probs, scale, where, experts, capacity)
-    rows = out if scale is None else Fp8Rows(out, out_scale)
-    return rows, out_probs, row_map, padded, targets
+    return out if scale is None else Fp8Rows(out, out_scale), out_probs, row_map, pads, targets
 
 
 def moe_permute(
@@ -181,8 +176,7 @@ def moe_permute_and_pad_with_probs(
     rows, out_probs, row_map, pads, targets = _permute(
         inp, probs, routing_map, "mask", align_size, capacity
     )
-    pads = torch.zeros_like(targets, dtype=torch.int32) if pads is None else pads[:-1]
-    return rows, out_probs, row_map, pads, targets if given is None else given
+    return rows, out_probs, row_map, pads[:-1], targets if given is None else given
 
 
 def moe_unpermute(

@@ -13,33 +13,36 @@ _operators = torch.ops.moe_backend
 
 class Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, scale, where, num_experts, capacity):
-        row_map, offsets, pad_offsets = where
-        out, out_scale, out_probs = _operators.permute_rows(
-            x, row_map, num_experts, capacity, offsets, pad_offsets, scale, probs
-        )
-        ctx.save_for_backward(row_map, pad_offsets)
-        ctx.num_experts, ctx.probs = num_experts, probs is not None
-        ctx.mark_non_differentiable(out_scale)
-        if not x.is_floating_point() or x.dtype is FP8:
-            ctx.mark_non_differentiable(out)
+    def forward(ctx, x, probs, scale, routing_map, num_experts, align, capacity):
+        """``num_experts`` is 0 for a mask, whose columns say it."""
+        if num_experts:
+            row_map, offsets, pads, targets = _operators.row_map(routing_map, num_experts, align)
+            out = _operators.permute_rows(
+                x, row_map, num_experts, capacity, offsets, None, scale, probs
+            )
+        else:
+            *out, row_map, pads, targets = _operators.permute_mask(
+                x, routing_map, align, capacity, scale, probs
+            )
+        ctx.save_for_backward(row_map, pads)
+        ctx.num_experts, ctx.probs = num_experts or routing_map.shape[1], probs is not None
+        fixed = (out[1], row_map, pads, targets)
+        ctx.mark_non_differentiable(*fixed, *([out[0]] if x.dtype is FP8 else []))
         ctx.set_materialize_grads(False)
-        return out, out_scale, out_probs
+        return *out, row_map, pads, targets
 
     @staticmethod
-    def backward(ctx, grad, _, grad_probs):
+    def backward(ctx, grad, _, grad_probs, *fixed):
         row_map, pad_offsets = ctx.saved_tensors
         moved = grad_probs if ctx.probs else None
         if grad is None and moved is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
         rows = moved.new_empty(moved.shape[0], 0) if grad is None else grad
         grad_x, grad_probs = _operators.unpermute_rows(
             rows, row_map, ctx.num_experts, None, pad_offsets, moved
         )
-        return (
-            None if grad is None else grad_x, None if moved is None else grad_probs,
-            None, None, None, None,
-        )  # fmt: skip
+        grad_x = None if grad is None else grad_x
+        return grad_x, None if moved is None else grad_probs, *([None] * 5)
 
 
 class Unpermute(torch.autograd.Function):

@@ -27,7 +27,7 @@ class Layer:
         self.probs = torch.rand(tokens, EXPERTS, device="cuda")
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         self.x, self.scale = reference.quant_fp8(x) if fp8 else (x, None)
-        self.where = row_map_of_mask(self.mask, ALIGN)
+        self.where, _ = row_map_of_mask(self.mask, ALIGN)
         self.capacity = int(self.where.targets.sum())
         self.routed = tokens * TOP_K
         self.row_bytes = HIDDEN * self.x.itemsize + (4 * self.scale.shape[1] if fp8 else 0)
@@ -37,33 +37,26 @@ class Layer:
         return reference_training.routes(self.where.row_map, EXPERTS, pads)
 
 
-def permute_pad(layer: Layer):
-    """Map and padded permutation: what a training step does, no host sync."""
+def permute_pad(layer: Layer, padded: bool = True):
+    """Map and permutation, as a training step calls them: no host sync."""
     from moe_backend.kernels.permute import permute
     from moe_backend.kernels.row_map import row_map_of_mask
 
-    where = row_map_of_mask(layer.mask, ALIGN)
+    where, pending = row_map_of_mask(layer.mask, ALIGN if padded else 1, assign=False)
     return permute(
-        layer.x, where.row_map, EXPERTS, layer.capacity, offsets=where.offsets,
-        pad_offsets=where.pad_offsets, scale=layer.scale, probs=layer.probs,
+        layer.x, where.row_map, EXPERTS, layer.capacity if padded else layer.routed,
+        offsets=where.offsets, pad_offsets=where.pad_offsets, scale=layer.scale, probs=layer.probs,
+        pending=pending,
     )  # fmt: skip
 
 
 def permute_then_pad(layer: Layer) -> None:
     """The same in two steps: our permutation without padding, then a padded copy by torch."""
-    from moe_backend.kernels.permute import permute
-    from moe_backend.kernels.row_map import row_map_of_mask
-
-    where = row_map_of_mask(layer.mask)
-    dense = permute(
-        layer.x, where.row_map, EXPERTS, layer.routed, offsets=where.offsets, scale=layer.scale,
-        probs=layer.probs,
-    )  # fmt: skip
-    target = layer.padded_rows
-    for part in dense:
+    for part in permute_pad(layer, padded=False):
         if part is not None:
             raw = part.view(torch.uint8) if part.itemsize == 1 else part
-            raw.new_zeros(layer.capacity, *raw.shape[1:]).index_copy_(0, target, raw)
+            target = raw.new_zeros(layer.capacity, *raw.shape[1:])
+            target.index_copy_(0, layer.padded_rows, raw)
 
 
 def _same_bytes(name: str, out: torch.Tensor, want: torch.Tensor) -> str | None:
