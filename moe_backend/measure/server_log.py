@@ -25,7 +25,9 @@ _PREFIX = re.compile(
     r"\[[^\]]+\]\s?)?"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit|Refused)\b")
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit|Refused)\b"
+)
 _USAGE = re.compile(r"^[\w.]+\.py: error: |^error: ")
 # True, but they only pass on that something else failed.
 _ECHOES = (
