@@ -89,6 +89,11 @@ def _layer(rank, world):
         r = routing(40, EXPERTS, TOP_K, seed=rank)
         out = ep_experts(x, r, local_share(w, mine), ep)
         errors.append(relative_error(out, fused_experts(x, r, w)))
+        poisoned = x.clone()
+        poisoned[rank] = float("nan")
+        theirs = ep_experts(poisoned, r, local_share(w, mine), ep)
+        others = torch.arange(40) != rank
+        assert torch.equal(theirs[others], out[others]) and theirs[rank].isnan().all()
     return errors
 
 
