@@ -9,8 +9,9 @@ Sums are fp32 in the order of the routes, so the same every time. A token withou
 zeros. ``moved`` [rows], the gradient of probabilities that travelled with the rows, is brought
 back to [T, E] or [T, k] by the same launch.
 
-Shapes: rows [capacity, H], out [T, H]. Grid: (token, COLS columns); ROUTES rows are read at a time,
-all in flight. Backward: one program a token, since it sums over the columns.
+Shapes: rows [capacity, H], out [T, H]. Grid: tokens times chunks of COLS columns, a token's chunks
+next to each other; ROUTES rows are read at a time, all in flight. Backward: one program a token,
+since it sums over the columns.
 """
 
 import torch
@@ -53,8 +54,10 @@ def _unpermute_kernel(
     capacity, hidden, weight_stride, num_probs,
     E: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    chunks = tl.maximum(tl.cdiv(hidden, COLS), 1)  # one axis of the grid: others end at 65,535
+    token = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    col = chunk * COLS + tl.arange(0, COLS)
     count = K
     if K == 0:
         count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
@@ -72,7 +75,7 @@ def _unpermute_kernel(
             rows *= tl.load(at, mask=valid, other=0.0).to(tl.float32)[:, None]
             rows = tl.where(valid[:, None], rows, 0.0)
         total += tl.sum(rows, 0)
-        if moved_ptr is not None and tl.program_id(0) == 0:
+        if moved_ptr is not None and chunk == 0:
             moved = tl.load(moved_ptr + row, mask=valid, other=0.0)
             _fill_probs(probs_ptr, token, moved, expert, valid, num_probs, WIDTH, first == 0)
     tl.store(out_ptr + token * hidden + col, total, mask=col < hidden)
@@ -141,7 +144,7 @@ def unpermute(
         probs = torch.empty((num_tokens, width), dtype=moved.dtype, device=rows.device)
     if num_tokens:
         cols = min(2048 // rows.itemsize, triton.next_power_of_2(max(1, hidden)))
-        _unpermute_kernel[(max(1, triton.cdiv(hidden, cols)), num_tokens)](
+        _unpermute_kernel[(max(1, triton.cdiv(hidden, cols)) * num_tokens,)](
             rows, weight, moved, out, probs, row_map, pad_offsets,
             capacity, hidden, 0 if weight is None else weight.stride(0), width,
             E=num_experts, K=k, WIDTH=triton.next_power_of_2(width), ROUTES=_ROUTES, COLS=cols,

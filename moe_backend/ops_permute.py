@@ -153,11 +153,7 @@ def unpermute_rows_backward(grad, rows, row_map, num_experts, weight, pad_offset
             grad, rows, row_map, num_experts, weight, pad_offsets
         )
     where = reference.routes(row_map, num_experts, pad_offsets)
-    with torch.enable_grad():
-        leaves = rows.detach().requires_grad_(), weight.detach().requires_grad_()
-        out = reference.unpermute(leaves[0], where, row_map.shape[0], leaves[1])
-        grads = torch.autograd.grad(out, leaves, grad)
-    return tuple(g.contiguous() for g in grads)
+    return reference.unpermute_backward(grad, rows, where, weight)
 
 
 @torch.library.register_fake("moe_backend::unpermute_rows_backward")

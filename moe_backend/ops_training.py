@@ -77,10 +77,8 @@ def router_dense_backward(grad, logits, routing_map, *spec):
         return kernels.router_dense_backward(grad, logits, routing_map, _dense_spec(*spec))
     if routing_map.dtype is torch.uint8:
         routing_map = reference.unpack_bits(routing_map, logits.shape[1])
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        probs = reference.dense_probs(leaf, routing_map, _spec(*spec), spec[2])
-        return torch.autograd.grad(probs, leaf, grad)[0].contiguous()
+    spec_ = _spec(*spec)
+    return reference.router_dense_backward(grad, logits, routing_map, spec_, spec[2]).contiguous()
 
 
 @torch.library.register_fake("moe_backend::router_dense_backward")
@@ -114,10 +112,7 @@ def router_scores_backward(grad, logits, top_k, score):
         from moe_backend.kernels import router_scores as kernels
 
         return kernels.router_scores_backward(grad, logits, top_k, score)
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        scores = reference.router_scores(leaf, top_k, score)[0]
-        return torch.autograd.grad(scores, leaf, grad)[0].contiguous()
+    return reference.router_scores_backward(grad, logits, top_k, score).contiguous()
 
 
 @torch.library.register_fake("moe_backend::router_scores_backward")

@@ -58,6 +58,48 @@ def dense_probs(
     return (probs * spec.scale).to(logits.dtype)
 
 
+def _slope(x: torch.Tensor, s: torch.Tensor, score: str) -> torch.Tensor:
+    """d score / d logit of a score that depends on its own logit alone."""
+    if score == "sigmoid":
+        return s * (1 - s)
+    return torch.where(s > 0, x.sigmoid() / (2 * s), 0.0)
+
+
+def _normalised_backward(grad: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Gradient of s from that of s / (sum of s + 1e-20)."""
+    total = s.sum(-1, keepdim=True) + SUM_FLOOR
+    return (grad - (grad * s).sum(-1, keepdim=True) / total) / total
+
+
+def router_dense_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    spec: RouterSpec,
+    pre_softmax: bool,
+) -> torch.Tensor:
+    """Gradient of the logits by hand: an operator's body cannot ask autograd."""
+    x, g = _wide(logits), torch.where(chosen, _wide(grad) * spec.scale, 0.0)
+    if spec.score == "softmax":
+        p = x.softmax(-1) if pre_softmax else x.masked_fill(~chosen, -torch.inf).softmax(-1)
+        return (p * (g - (g * p).sum(-1, keepdim=True))).to(logits.dtype)
+    s = torch.where(chosen, all_scores(x, spec.score), 0.0)
+    g = _normalised_backward(g, s) if spec.top_k > 1 else g
+    return torch.where(chosen, g * _slope(x, s, spec.score), 0.0).to(logits.dtype)
+
+
+def router_scores_backward(
+    grad: torch.Tensor, logits: torch.Tensor, top_k: int, score: str
+) -> torch.Tensor:
+    """Gradient of the logits from that of router_scores."""
+    x, g = _wide(logits), _wide(grad)
+    s = all_scores(x, score)
+    if score == "softmax":
+        return (s * (g - (g * s).sum(-1, keepdim=True))).to(logits.dtype)
+    g = _normalised_backward(g, s) if top_k > 1 else g
+    return (g * _slope(x, s, score)).to(logits.dtype)
+
+
 def router_scores(
     logits: torch.Tensor, top_k: int, score: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,6 +221,22 @@ def unpermute(
         values = values * _wide(weight)[token, expert][:, None]
     total = values.new_zeros(num_tokens, rows.shape[1]).index_add(0, token, values)
     return total.to(rows.dtype)
+
+
+def unpermute_backward(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows, zero where no route leads, and of weight."""
+    token, expert, row = where
+    grads = _wide(grad)[token]
+    grad_rows = torch.zeros_like(rows)
+    grad_rows[row] = (grads * _wide(weight)[token, expert][:, None]).to(rows.dtype)
+    grad_weight = torch.zeros_like(weight)
+    grad_weight[token, expert] = (grads * _wide(rows)[row]).sum(1).to(weight.dtype)
+    return grad_rows, grad_weight
 
 
 def chunk_sources(split_sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch.Tensor:

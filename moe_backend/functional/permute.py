@@ -59,6 +59,11 @@ def _check_map(data: torch.Tensor, routing_map: torch.Tensor, kind: str) -> None
     expect_device("routing_map", routing_map, data.device)
 
 
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether values can be checked: without a host sync, and not while tracing."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _routed(routing_map: torch.Tensor, kind: str) -> torch.Tensor:
     return (routing_map >= 0 if kind == "index" else routing_map != 0).sum()
 
@@ -67,7 +72,7 @@ def _capacity(routing_map: torch.Tensor, kind: str, num_out_tokens: int | None) 
     """Rows of the result; reads the count back only where nothing else is known."""
     if num_out_tokens is None or num_out_tokens < 0:
         return routing_map.numel() if kind == "index" else int(_routed(routing_map, kind))
-    if routing_map.device.type == "cpu":
+    if _readable(routing_map):
         routed = int(_routed(routing_map, kind))
         expect("num_out_tokens", routed <= num_out_tokens, f"at least {routed}", num_out_tokens)
     return num_out_tokens
@@ -169,7 +174,7 @@ def moe_permute_and_pad_with_probs(
     if num_out_tokens is None or home != data.device or home.type == "cpu":
         given = (tokens_per_expert.long() + align_size - 1) // align_size * align_size
     capacity = int(given.sum()) if num_out_tokens is None else num_out_tokens
-    if routing_map.device.type == "cpu":
+    if _readable(routing_map):
         counts = (routing_map != 0).sum(0)
         needed = int(((counts + align_size - 1) // align_size * align_size).sum())
         expect("num_out_tokens", needed <= capacity, f"at least {needed}", capacity)
@@ -233,7 +238,7 @@ def _sources(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.T
         expect(name, tensor.dim() == 1, "one axis", f"shape {tuple(tensor.shape)}")
         expect(name, tensor.dtype in _INTEGERS[1:], "integers", tensor.dtype)
     expect_shape("sorted_index", sorted_index, tuple(split_sizes.shape))
-    if split_sizes.device.type == "cpu":
+    if _readable(split_sizes):
         total = int(split_sizes.sum())
         expect("split_sizes", total <= inp.shape[0], f"at most {inp.shape[0]} rows", total)
     sizes = split_sizes.to(inp.device, non_blocking=True)

@@ -78,22 +78,25 @@ def _vllm_calls(logits: Sequence[torch.Tensor], spec: RouterSpec, bias: torch.Te
     return {"vLLM": [lambda x=x: softmax(x) for x in logits]}
 
 
-def serving_case(name: str, tokens: int) -> family.Case:
+def serving_cases(name: str, tokens: int) -> Iterator[family.Case]:
+    """ids and weights, as vLLM's operators give them, and the same with the histogram."""
     from moe_backend.kernels.router_topk import router_topk
 
     experts, spec = SERVING[name]
     bias = torch.randn(experts, device="cuda") * 0.1
     used = bias if spec.num_groups > 1 else None
     logits = _logits(tokens, experts)
-    ours = [lambda x=x: router_topk(x, spec, used) for x in logits]
-    return family.Case(
-        operation=f"route {name}",
-        size=f"{tokens}",
-        calls={"ours": ours, **_vllm_calls(logits, spec, bias)},
-        bytes=tokens * (4 * experts + 8 * spec.top_k) + 4 * experts,
-        check=lambda: _check_serving(logits[0], spec, used),
-        target=">=1.5x" if spec.num_groups > 1 and tokens >= 4096 else ">=1x",
-    )
+    peers = _vllm_calls(logits, spec, bias)
+    for histogram in (False, True):
+        ours = [lambda x=x, h=histogram: router_topk(x, spec, used, want_counts=h) for x in logits]
+        yield family.Case(
+            operation=f"route {name}" + (" +histogram" if histogram else ""),
+            size=f"{tokens}",
+            calls={"ours": ours, **peers},
+            bytes=tokens * (4 * experts + 8 * spec.top_k) + 4 * experts * histogram,
+            check=lambda: _check_serving(logits[0], spec, used),
+            target=">=1.5x" if spec.num_groups > 1 and tokens >= 4096 else ">=1x",
+        )
 
 
 def dense_cases(tokens: int, experts: int, spec: RouterSpec) -> Iterator[family.Case]:
@@ -196,7 +199,8 @@ def run(tokens: Sequence[int] = TOKENS, *, training: bool = True) -> Iterator[fa
 
     def cases() -> Iterator[family.Case]:
         for name in SERVING:
-            yield from (serving_case(name, count) for count in tokens)
+            for count in tokens:
+                yield from serving_cases(name, count)
         if training:
             for dense in DENSE:
                 yield from dense_cases(*dense)
