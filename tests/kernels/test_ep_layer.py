@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch, grouped GEMMs and combine as kernels, two ranks in one process, against one process."""
 
+import pytest
 import torch
 from ep_world import make_world
 from factories import expert_weights, relative_error, routing
 from moe_backend.kernels import ep_combine, ep_dispatch, ep_plan
 from moe_backend.kernels.ep_buffers import Layout
+from moe_backend.kernels.schedule import schedule
 
 from moe_backend import Activation, ExpertWeights, fused_experts
 from moe_backend.distributed.handle import ExpertRows
 from moe_backend.distributed.layer import run_kernels
+from moe_backend.distributed.plan import plan_receive
 
 # Both round rows to bf16; over ranks the partial sums are rounded once more, and so is the
 # difference of the sums: sqrt(2) * 1.7e-3.
@@ -47,3 +50,16 @@ def test_the_chain_of_kernels_equals_the_layer_of_one_process(device):
     for ep, (x, r) in zip(world, inputs, strict=True):
         out = ep_combine.collect(ep, 0, torch.empty_like(x))
         assert relative_error(out, fused_experts(x, r, w)) < TOLERANCE
+
+
+@pytest.mark.parametrize("payloads", [1, 33, 700])
+def test_received_rows_have_the_grouped_gemms_own_order(payloads, device):
+    """What lands on a rank is what its schedule would have made of the received routes."""
+    g = torch.Generator().manual_seed(payloads)
+    ids = torch.rand(payloads, 5, generator=g).argsort(1)[:, :3].int() - 1  # -1 is elsewhere
+    plan = plan_receive(ids, 4, 16, [payloads])
+    theirs = schedule(ids.to(device), 4, 16)
+    tiles = int(theirs.num_tiles)
+    assert torch.equal(plan.route_row.int(), theirs.route_row.cpu())
+    assert plan.tile_expert.tolist() == theirs.tile_expert[:tiles].tolist()
+    assert plan.tile_rows.tolist() == theirs.tile_rows[:tiles].tolist()
