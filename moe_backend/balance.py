@@ -1,10 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
 """How evenly a layer's tokens spread over its experts, counted while it serves.
 
-A layer that is watched holds :class:`Counters`: two lines of sums on its device, tokens of each
-expert and the router's scores of each expert. :func:`observe` adds a batch to them by an operator
-that a CUDA graph captures; nothing is read by the host. The sums only grow, so a window is the
+A layer that is watched holds :class:`Counters`: two lines of sums on its device, the tokens of
+each expert and the router's scores of each expert. :func:`observe` adds a batch to them inside an
+operator that a CUDA graph captures; the host reads nothing. The sums only grow, so a window is the
 difference of two readings, and readings of ranks that counted different tokens add up.
+
+    imbalance = tokens of the fullest expert / mean                      1 is even, E the worst
+    aux loss  = E / (top_k * T^2) * sum over e of P[e] * tokens[e]       1 is even
+
+with T tokens and P[e] the sum over tokens of the normalised score of expert e.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_backend import ops_training  # noqa: F401  (defines router_scores and aux_loss)
+from moe_backend.ops import operator
+from moe_backend.types import RouterSpec
+
+
+class Counters(torch.nn.Module):
+    """Sums of one layer, as a submodule of it.
+
+    Named buffers, so that they survive what frees or moves weights; not persistent, so that no
+    checkpoint is expected to hold them; in a module of their own, so that whoever counts the
+    elements a checkpoint must fill does not wait for these.
+    """
+
+    tokens: torch.Tensor  # [num_experts] int64
+    scores: torch.Tensor  # [num_experts] float64: batches of 1e-3 are still seen beside 1e12
+
+    def __init__(self, num_experts: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        for name, dtype in (("tokens", torch.int64), ("scores", torch.float64)):
+            zeros = torch.zeros(num_experts, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+
+    def clear(self) -> None:
+        self.tokens.zero_()
+        self.scores.zero_()
+
+
+@operator(
+    "observe_balance(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? counts, "
+    "Tensor? logits, Tensor? padding, int top_k, str score) -> ()"
+)
+def observe_balance(tokens, scores, ids, counts, logits, padding, top_k, score):
+    if counts is not None and padding is None:
+        tokens.add_(counts)
+    else:
+        real = (ids >= 0) & (ids < tokens.numel())
+        if padding is not None:
+            real &= ~padding[:, None]
+        where = torch.where(real, ids, 0).flatten().long()
+        tokens.scatter_add_(0, where, real.flatten().long())
+    if logits is not None:
+        found, _ = torch.ops.moe_backend.router_scores(logits, top_k, score, False)
+        if padding is not None:
+            found.masked_fill_(padding[:, None], 0.0)
+        # A token with NaN logits adds nothing here, or no sum would ever be a number again.
+        scores.add_(found.nansum(0, dtype=torch.float64))
+
+
+@torch.library.register_fake("moe_backend::observe_balance")
+def _(tokens, scores, ids, counts, logits, padding, top_k, score):
+    return None
+
+
+def observe(
+    counters: Counters,
+    ids: torch.Tensor,
+    *,
+    counts: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    spec: RouterSpec | None = None,
+    padding: torch.Tensor | None = None,
+) -> None:
+    """Adds one batch. No host sync; capturable.
+
+    Args:
+        counters: of the layer.
+        ids: ``[num_tokens, top_k]`` chosen experts; ids out of range, like −1, do not count.
+        counts: ``[num_experts]`` histogram of ``ids``, if the router gave one.
+        logits: ``[num_tokens, num_experts]``, with ``spec``; without them there is no aux loss.
+        spec: how the scores are made of the logits.
+        padding: ``[num_tokens]`` bool, true for rows that are no token.
+    """
+    if logits is not None and spec is None:
+        raise ValueError("spec: expected a RouterSpec beside logits, found None")
+    torch.ops.moe_backend.observe_balance(
+        counters.tokens,
+        counters.scores,
+        ids,
+        counts,
+        logits,
+        padding,
+        ids.shape[1],
+        spec.score if spec else "softmax",
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """A reading of a layer's counters, or the difference or sum of such; on the host."""
+
+    top_k: int
+    tokens: torch.Tensor  # [num_experts] int64
+    scores: torch.Tensor | None  # [num_experts] float64; None where the layer sees no logits
+
+    def __add__(self, other: Load) -> Load:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Load) -> Load:
+        return self._with(other, -1)
+
+    def _with(self, other: Load, sign: int) -> Load:
+        both = self.scores is not None and other.scores is not None
+        scores = self.scores + sign * other.scores if both else None  # type: ignore[operator]
+        return replace(self, tokens=self.tokens + sign * other.tokens, scores=scores)
+
+    def follows(self, other: Load) -> bool:
+        """Whether this can be a later reading of the same counters."""
+        same = self.top_k == other.top_k and self.tokens.shape == other.tokens.shape
+        return same and bool((self.tokens >= other.tokens).all())
+
+    @property
+    def num_tokens(self) -> int:
+        return round(int(self.tokens.sum()) / self.top_k)
+
+    @property
+    def imbalance(self) -> float | None:
+        """Fullest expert against the mean; None without tokens."""
+        total = int(self.tokens.sum())
+        return int(self.tokens.max()) * self.tokens.numel() / total if total else None
+
+    @property
+    def aux_loss(self) -> float | None:
+        """The load-balance loss with coefficient 1; None without tokens or logits."""
+        total = int(self.tokens.sum()) / self.top_k
+        if self.scores is None or not total:
+            return None
+        factor = self.tokens.numel() / self.top_k
+        found = torch.ops.moe_backend.aux_loss(self.scores[None], self.tokens, None, total, factor)
+        return float(found[0])
