@@ -8,7 +8,6 @@ from types import TracebackType
 
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -29,9 +28,8 @@ class LiveProgress:
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=progress_console,
             transient=False,
         )
