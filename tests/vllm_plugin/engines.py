@@ -77,7 +77,6 @@ def environment(*first: Path, **more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, first)),
         "PYTHONSAFEPATH": "1",  # the checkout's folder `kernels` is not transformers' package
         "OMP_NUM_THREADS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",
         **more,
     }
@@ -88,7 +87,7 @@ def run_contract(version: str | None) -> dict:
     first = (HERE,) if version is None else (source_tree(version), HERE)
     done = subprocess.run(
         [sys.executable, str(HERE / "contract.py")],
-        env=environment(*first),
+        env=environment(*first, VLLM_TARGET_DEVICE="cpu", CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
         timeout=300,

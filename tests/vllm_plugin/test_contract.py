@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import moe_backend.vllm_plugin
 from moe_backend.vllm_plugin import compat
@@ -18,6 +19,8 @@ VERSIONS = ("installed", "0.26.0", "0.33.0")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_contract(version):
     """Guards against a name, a signature or a habit that another vLLM has moved."""
+    if version == "installed" and torch.cuda.is_available():
+        pytest.skip("the contract builds layers on a CPU, and this vLLM is built for CUDA")
     try:
         found = run_contract(None if version == "installed" else version)
     except Unavailable as error:

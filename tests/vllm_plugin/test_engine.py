@@ -99,3 +99,19 @@ def test_two_ranks_exchange_tokens(folder):
         f"token_id:{tokens[0]}" == token for (tokens, _), token in zip(alone, first, strict=True)
     ]
     assert sum(same) >= 2, f"{first} on two ranks, alone {[tokens[0] for tokens, _ in alone]}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["tiny-deepseek", "tiny-qwen3-moe"])
+def test_kernels_answer_like_the_default_backend(folder, preset):
+    """Compiled, with CUDA graphs, beside vLLM's own FP8 kernels on the same checkpoint."""
+    model = write_checkpoint(folder / preset, preset)
+    ours = engine(model, enforce_eager=False)
+    default = engine(model, enforce_eager=False, quantization=None)
+    pairs = zip(ours["cold"], default["cold"], strict=True)
+    first = [(a[0][0], b[0][0], abs(a[1][0] - b[1][0])) for a, b in pairs]
+    same = [difference for mine, theirs, difference in first if mine == theirs]
+    assert len(same) >= 2 and max(same) < 0.5, first
+    assert not default["status"]
+    for entry in ours["status"]:
+        assert entry["reason"] == "kernels on sm_90" and entry["config"]
