@@ -103,6 +103,7 @@ def _run(
         "title": f"Load test: {Path(model).name}",
         "intro": "Real vLLM servers, load from vllm bench serve, the two sides in turns.",
         "load": summarise(plan, runs),
+        "status": pool.status.get("tma_fp8"),
         "environment": environment.describe(),
         "notes": environment.notes(on_gpu),
     }

@@ -21,7 +21,6 @@ from moe_backend.measure.loadtest import (
     summarise,
 )
 from moe_backend.measure.parity import Request, run_parity
-from moe_backend.measure.server import GATEWAY_ARGS
 from moe_backend.measure.sides import stock_model
 from moe_backend.measure.vllm_bench import Load
 
@@ -59,7 +58,7 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
     stock = stock_model(str(model), on_gpu, report)
     args = ("--max-model-len", MAX_MODEL_LEN)
     plan = Plan(
-        sides=(default_side(stock, args), plugin_side(str(model), (*args, *GATEWAY_ARGS))),
+        sides=(default_side(stock, args), plugin_side(str(model), args)),
         loads=tuple(
             Load(rate, setting.input_len, setting.output_len, setting.num_prompts)
             for rate in setting.rates
@@ -69,7 +68,6 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
     )
     with ServerPool(plan, report, logs=out) as pool:
         runs = measure(plan, pool, report)
-        status = pool.get(plan.sides[1]).get_json("/moe/status")
     parity = _parity(str(model), stock, out, report)
     facts = environment.describe()
     facts["duration"] = f"{time.monotonic() - began:.0f} s in all"
@@ -79,7 +77,7 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
         "same load from vllm bench serve.",
         "load": summarise(plan, runs) | {"started_in_s": pool.started_in},
         "parity": parity,
-        "status": status,
+        "status": pool.status["tma_fp8"],
         "environment": facts,
         "notes": environment.notes(on_gpu),
         "seconds": time.monotonic() - began,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_backend.measure.server import (
+    GATEWAY_ARGS,
     PLUGIN_ARGS,
     POLL_S,
     OnStage,
@@ -93,6 +94,7 @@ class ServerPool:
         self._stack = contextlib.ExitStack()
         self._running: dict[str, VllmServer] = {}
         self.started_in: dict[str, float] = {}
+        self.status: dict[str, Any] = {}  # what /moe/status said once the server was ready
 
     def __enter__(self) -> ServerPool:
         return self
@@ -136,6 +138,8 @@ class ServerPool:
                     starting.remove(side)
                     self.started_in[side.name] = self._running[side.name].started_in or 0.0
                     self._report(f"{side.name} server", "ready", 1, 1)
+                    if set(GATEWAY_ARGS) <= set(side.args):
+                        self.status[side.name] = self._running[side.name].get_json("/moe/status")
             time.sleep(POLL_S)
 
 
@@ -245,7 +249,8 @@ def _ratios(plan: Plan, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 
 
 def plugin_side(model: str, args: Sequence[str] = ()) -> Side:
-    return Side("tma_fp8", model, (*PLUGIN_ARGS, *args))
+    """The plugin, with the gateway that says which layers it took."""
+    return Side("tma_fp8", model, (*PLUGIN_ARGS, *args, *GATEWAY_ARGS))
 
 
 def default_side(model: str, args: Sequence[str] = ()) -> Side:
