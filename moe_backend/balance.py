@@ -119,8 +119,9 @@ class Load:
         return self._with(other, -1)
 
     def _with(self, other: Load, sign: int) -> Load:
-        both = self.scores is not None and other.scores is not None
-        scores = self.scores + sign * other.scores if both else None  # type: ignore[operator]
+        scores = None
+        if self.scores is not None and other.scores is not None:
+            scores = self.scores + sign * other.scores
         return replace(self, tokens=self.tokens + sign * other.tokens, scores=scores)
 
     def follows(self, other: Load) -> bool:

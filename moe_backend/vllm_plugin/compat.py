@@ -7,6 +7,7 @@ is refused with the name at the moment somebody chooses ``tma_fp8``, not at the 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 import sys
@@ -21,8 +22,9 @@ TESTED = "0.26, 0.29 and 0.33"
 _LAYERS = "vllm.model_executor.layers"
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config": ("VllmConfig", "get_current_vllm_config_or_none"),
-    "vllm.distributed": ("get_ep_group",),
+    "vllm.distributed": ("get_ep_group", "get_tensor_model_parallel_rank"),
     "vllm.envs": ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY",),
+    "vllm.forward_context": ("get_forward_context", "is_forward_context_available"),
     "vllm.logger": ("init_logger",),
     "vllm.platforms": ("current_platform",),
     f"{_LAYERS}.fused_moe": (
@@ -178,6 +180,40 @@ def expert_group(on_cpu: bool) -> Any:
 
     group = get_ep_group()
     return group.cpu_group if on_cpu else group.device_group
+
+
+def tensor_parallel_rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
+def padding_mask(num_tokens: int) -> Any | None:
+    """Bool [num_tokens] on the device, true for rows that only pad the batch to a graph's size.
+
+    Its storage is the engine's own, refilled before every step, so a graph may read it. None where
+    the engine keeps no such mask: its older model runner does not, whatever the version.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return None
+    mask = getattr(get_forward_context(), "is_padding", None)
+    return None if mask is None or mask.shape[0] < num_tokens else mask[:num_tokens]
+
+
+async def ask_every_rank(engine: Any, method: str) -> list[Any]:
+    """``collective_rpc`` that hears every data-parallel engine of this front end.
+
+    The engine's own asks all of them and returns the first one's answers only.
+    """
+    core = getattr(engine, "engine_core", None)
+    engines = getattr(core, "core_engines", None) or []
+    call = getattr(core, "_call_utility_async", None)
+    if core is None or call is None or len(engines) < 2:
+        return await engine.collective_rpc(method)
+    asked = [call("collective_rpc", method, None, (), None, engine=one) for one in engines]
+    return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
 
 def gather_from_experts(word: Any) -> list[Any]:

@@ -32,7 +32,16 @@ from moe_backend.types import (
     RouterSpec,
     Routing,
 )
-from moe_backend.vllm_plugin import METHOD, checks, compat, exchange, readiness, routing, status
+from moe_backend.vllm_plugin import (
+    METHOD,
+    checks,
+    compat,
+    exchange,
+    live_balance,
+    readiness,
+    routing,
+    status,
+)
 from moe_backend.vllm_plugin.layers import replicated, shape_of, travels
 
 logger = compat.logger()
@@ -56,6 +65,7 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         self._plan = routing.engine_routes("weights are not loaded yet")
         self._replicated = replicated(layer.moe_config)  # a reload has no current configuration
         self._exchange: int | None = None  # ours; None: the engine moves tokens, if they move
+        self._counts = False  # the load of its experts
 
     # What the engine asks a method.
 
@@ -119,6 +129,9 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         if self._plan.spec is None:
             self._require_engine_router(layer, router)
         self._exchange = self._plan_exchange(layer)
+        self._counts = live_balance.attach(
+            layer, exchanged=self._exchange is not None, scored=self._plan.spec is not None
+        )
         own, words = self._plan.spec is not None, self._plan.reason
         logger.info_once(
             "%s: MoE layers run on moe_backend; %s selects the experts (%s)",
@@ -134,10 +147,14 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
 
         With an exchange the profile run does: rows arrive in a layout of the exchange's own.
         """
-        if compat.platform()[0] != "cuda" or self._exchange is not None:
+        if compat.platform()[0] != "cuda":
             return
         shape, moe = shape_of(layer), self.moe
         gathered = moe.dp_size * moe.pcp_size if travels(moe) else 1
+        if self._counts:
+            live_balance.make_ready(layer, self._plan.spec, moe.max_num_tokens * gathered)
+        if self._exchange is not None:
+            return
         readiness.make_ready(
             readiness.Subject(
                 name=layer.layer_name,
@@ -208,20 +225,22 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         """Raw logits to the routed experts' output, a fresh tensor."""
         spec = self._plan.spec
         assert spec is not None  # is_monolithic
-        if self._exchange is not None:
-            ids, weights, _counts = torch.ops.moe_backend.router_topk(
-                router_logits, layer.e_score_correction_bias, *ops.flat(spec)
+        if self._exchange is None and not self._counts:
+            return pipeline.moe_layer(
+                x.contiguous(),
+                router_logits,
+                _weights(layer),
+                spec,
+                bias=layer.e_score_correction_bias,
+                activation=self._activation,
+                expert_map=layer.expert_map,
             )
-            return self._exchanged(layer, x, ids, weights)
-        return pipeline.moe_layer(
-            x.contiguous(),
-            router_logits,
-            _weights(layer),
-            spec,
-            bias=layer.e_score_correction_bias,
-            activation=self._activation,
-            expert_map=layer.expert_map,
+        ids, weights, counts = torch.ops.moe_backend.router_topk(
+            router_logits, layer.e_score_correction_bias, *ops.flat(spec)
         )
+        if self._counts:
+            live_balance.observe(layer, ids, counts, router_logits, spec)
+        return self._routed(layer, x, ids, weights)
 
     def apply(  # type: ignore[override]
         self,
@@ -234,22 +253,22 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
         **_: Any,
     ) -> torch.Tensor:
         """The engine's selection (physical ids) to the routed experts' output."""
-        if self._exchange is not None:
-            return self._exchanged(layer, x, topk_ids, topk_weights)
-        return pipeline.fused_experts(
-            x.contiguous(),
-            Routing(topk_ids, topk_weights, layer.global_num_experts),
-            _weights(layer),
-            activation=self._activation,
-            expert_map=layer.expert_map,
-        )
+        if self._counts:
+            live_balance.observe(layer, topk_ids)
+        return self._routed(layer, x, topk_ids, topk_weights)
 
-    def _exchanged(
+    def _routed(
         self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        assert self._exchange is not None
-        return exchange.run(
-            x.contiguous(), (ids, weights), _weights(layer), self._exchange, self._activation
+        x, experts = x.contiguous(), _weights(layer)
+        if self._exchange is not None:
+            return exchange.run(x, (ids, weights), experts, self._exchange, self._activation)
+        return pipeline.fused_experts(
+            x,
+            Routing(ids, weights, layer.global_num_experts),
+            experts,
+            activation=self._activation,
+            expert_map=layer.expert_map,
         )
 
 

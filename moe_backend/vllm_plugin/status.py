@@ -2,7 +2,8 @@
 """Which layer runs where, and why: filled at load, read by anybody who asks.
 
 ``--worker-extension-cls moe_backend.vllm_plugin.status.StatusExtension`` gives every worker
-``moe_status()``, so ``LLM.collective_rpc("moe_status")`` and the gateway can show it.
+``moe_status()``, so ``LLM.collective_rpc("moe_status")`` and the gateway can show it, and
+``moe_balance()``, empty unless MOE_BACKEND_BALANCE=1 (see live_balance.py).
 """
 
 from __future__ import annotations
@@ -50,3 +51,8 @@ class StatusExtension:
 
     def moe_status(self) -> list[dict[str, Any]]:
         return moe_status()
+
+    def moe_balance(self) -> list[dict[str, Any]]:
+        from moe_backend.vllm_plugin import live_balance
+
+        return live_balance.moe_balance()

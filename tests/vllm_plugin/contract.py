@@ -12,7 +12,8 @@ import sys
 import tempfile
 import traceback
 
-import contract_layers  # noqa: F401  (registers its checks)
+import contract_balance  # noqa: F401  (registers its checks)
+import contract_layers  # noqa: F401
 import contract_load  # noqa: F401
 from contract_engine import Engine
 from contract_kit import CHECKS

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Balance statistics of the engine's layers: MOE_BACKEND_BALANCE=1 turns them on, at load.
+
+Off, a layer has no counters and runs exactly what it ran before. On, it counts every batch on its
+device (see moe_backend/balance.py); ``moe_balance()`` of a worker reads the counters, between two
+steps. A reload and sleep keep them: they are named buffers that no checkpoint fills.
+
+Rows that pad a batch to a captured graph's size are left out where the engine marks them (its
+newer model runner does); elsewhere they count, as do the batches of warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from moe_backend import balance, envs, ops
+from moe_backend.types import RouterSpec
+from moe_backend.vllm_plugin import compat, readiness
+from moe_backend.vllm_plugin.layers import travels
+
+COUNTERS = "moe_balance"  # name of the submodule
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a reading of a layer must say so that ranks can be put together."""
+
+    layer: str
+    top_k: int
+    source: str  # whose tokens this rank counts: readings of one source are the same
+    num_sources: int
+    speaks: bool  # False where another rank of this engine reports the same tokens
+    masked: bool  # the engine's padding mask lies as this layer's tokens do
+    physical: bool  # ids are those of copies of experts
+    scored: bool  # the layer sees logits
+
+
+_watched: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
+
+
+def attach(layer: Any, *, exchanged: bool, scored: bool) -> bool:
+    """Gives a layer its counters; whether it counts. Called again by every reload.
+
+    Args:
+        layer: the engine's RoutedExperts, its weights allocated.
+        exchanged: our exchange moves its tokens, so that it sees this rank's own only.
+        scored: it gets raw logits.
+    """
+    if not envs.load().balance:
+        return False
+    if COUNTERS not in layer._modules:
+        counters = balance.Counters(layer.global_num_experts, layer.w13_weight.device)
+        layer.add_module(COUNTERS, counters)
+    _watched[layer] = _describe(layer, exchanged, scored)
+    return True
+
+
+def _describe(layer: Any, exchanged: bool, scored: bool) -> Watched:
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    own = exchanged and travels(moe)  # else every rank sees every token
+    source, sources, speaks = "all", 1, compat.tensor_parallel_rank() == 0
+    if own and moe.is_sequence_parallel:
+        source, sources, speaks = f"ep {parallel.ep_rank}", parallel.ep_size, True
+    elif own:
+        source = f"dp {parallel.dp_rank} pcp {parallel.pcp_rank}"
+        sources = moe.dp_size * moe.pcp_size
+    return Watched(
+        layer=layer.layer_name,
+        top_k=moe.experts_per_token,
+        source=source,
+        num_sources=sources,
+        speaks=speaks,
+        masked=(own or not travels(moe)) and not moe.is_sequence_parallel,
+        physical=parallel.enable_eplb,
+        scored=scored,
+    )
+
+
+def observe(
+    layer: Any,
+    ids: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    spec: RouterSpec | None = None,
+) -> None:
+    """Counts a batch of a layer that ``attach`` answered True for."""
+    # On a CPU the compiler traces this, and the engine pads nothing there.
+    masked = ids.is_cuda and _watched[layer].masked
+    balance.observe(
+        getattr(layer, COUNTERS),
+        ids,
+        counts=counts,
+        logits=logits,
+        spec=spec,
+        padding=compat.padding_mask(ids.shape[0]) if masked else None,
+    )
+
+
+_ready: set[tuple[int, RouterSpec, int]] = set()
+
+
+def make_ready(layer: Any, spec: RouterSpec | None, max_tokens: int) -> None:
+    """Compiles the router with its histogram and the scores for every size of a batch; CUDA."""
+    if spec is None:
+        return  # the engine routes, and counting its ids compiles nothing
+    counters = getattr(layer, COUNTERS)
+    key = (counters.tokens.numel(), spec, max_tokens)
+    if key in _ready:
+        return
+    with torch.inference_mode():
+        for tokens in readiness.token_counts(lambda n: (n > 1, n > 128, n > 256), max_tokens):
+            logits = torch.zeros(tokens, key[0], device=counters.tokens.device)
+            ids, _, counts = torch.ops.moe_backend.router_topk(
+                logits, layer.e_score_correction_bias, *ops.flat(spec)
+            )
+            balance.observe(counters, ids, counts=counts, logits=logits, spec=spec)
+    counters.clear()
+    _ready.add(key)
+
+
+def moe_balance() -> list[dict[str, Any]]:
+    """One plain dict per counting layer for which this rank speaks; sums since load."""
+    found = []
+    for layer, about in _watched.items():
+        if about.speaks:
+            counters = getattr(layer, COUNTERS)
+            found.append(
+                {
+                    "layer": about.layer,
+                    "top_k": about.top_k,
+                    "source": about.source,
+                    "num_sources": about.num_sources,
+                    "physical": about.physical,
+                    "tokens": counters.tokens.tolist(),
+                    "scores": counters.scores.tolist() if about.scored else None,
+                }
+            )
+    return found
