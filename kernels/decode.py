@@ -264,7 +264,7 @@ def decode_down(
     columns = triton.cdiv(hidden, _ROWS)
     reduces = top_k == 1 or (columns >= 96 and num_tokens <= 2)
     slots = top_k if reduces else 1
-    stages = 8 if reduces else 4
+    stages = 14 if reduces else 4
     target = out if reduces else out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
     _decode_down_kernel[(columns, num_tokens * top_k // slots)](
         TensorDescriptor.from_tensor(rows.h, [_NARROW, 128]), w2.descriptor(), rows.scale, w2.scale,

@@ -39,7 +39,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Operands:
-    """A: rows of activations in the schedule's order; B: the experts' weights as the checkpoint has them."""
+    """A: rows of activations in the schedule's order; B: weights as the checkpoint has them."""
 
     a: torch.Tensor  # [rows, K] e4m3
     a_scale: torch.Tensor  # [cdiv(K, 128), rows] fp32
@@ -54,11 +54,13 @@ class Operands:
         for name, t in (("a", self.a), ("b", self.b)):
             if t.dtype != torch.float8_e4m3fn or not t.is_contiguous():
                 raise ValueError(
-                    f"{name}: expected contiguous float8_e4m3fn, found {t.dtype} with strides {t.stride()}"
+                    f"{name}: expected contiguous float8_e4m3fn, found {t.dtype}, "
+                    f"strides {t.stride()}"
                 )
             if t.data_ptr() % 16 or t.shape[-1] % 16:
                 raise ValueError(
-                    f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at {t.data_ptr():#x}"
+                    f"{name}: TMA needs 16-byte aligned rows, found {t.shape[-1]} columns at "
+                    f"{t.data_ptr():#x}"
                 )
         if self.a.shape[1] != self.b.shape[2]:
             raise ValueError(
@@ -68,7 +70,8 @@ class Operands:
             raise ValueError(f"a_scale: expected {scale_shape}, found {tuple(self.a_scale.shape)}")
         if self.b_scale.shape[0] != self.b.shape[0] or self.b_scale.shape[2] != groups:
             raise ValueError(
-                f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], found {tuple(self.b_scale.shape)}"
+                f"b_scale: expected [{self.b.shape[0]}, ..., {groups}], "
+                f"found {tuple(self.b_scale.shape)}"
             )
 
 
@@ -99,7 +102,8 @@ def swiglu(gate, up, alpha, limit, LIMITED: tl.constexpr):
 
 @triton.jit
 def _up_kernel(
-    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, q_ptr, qs_ptr, num_rows, inter, K, alpha, limit,
+    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, q_ptr, qs_ptr,
+    num_rows, inter, K, alpha, limit,
     BLOCK_M: tl.constexpr, SWAP: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +161,8 @@ def _up_kernel(
 
 @triton.jit
 def _gemm_kernel(
-    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, c_ptr, num_rows, N, K, first_column, width, scale_blocks,
+    a_desc, b_desc, as_ptr, bs_ptr, tile_expert_ptr, c_ptr,
+    num_rows, N, K, first_column, width, scale_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -256,13 +261,17 @@ def grouped_gemm(
     width = out.shape[1]
     if first_column % tiles.block_n or out.shape[0] != plan.num_rows:
         raise ValueError(
-            f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, found {tuple(out.shape)}"
+            f"out: expected {plan.num_rows} rows from a multiple of column {tiles.block_n}, "
+            f"found {tuple(out.shape)} from {first_column}"
         )
     if plan.num_rows:
-        _gemm_kernel[(plan.num_rows // plan.align * triton.cdiv(width, tiles.block_n * tiles.span),)](
-            *_descriptors(x, plan.align, tiles.block_n), x.a_scale, x.b_scale, plan.tile_expert, out,
+        spans = triton.cdiv(width, tiles.block_n * tiles.span)
+        _gemm_kernel[(plan.num_rows // plan.align * spans,)](
+            *_descriptors(x, plan.align, tiles.block_n), x.a_scale, x.b_scale,
+            plan.tile_expert, out,
             plan.num_rows, n, k, first_column, width, x.b_scale.shape[1], BLOCK_M=plan.align,
-            BLOCK_N=tiles.block_n, SWAP=tiles.swap, PDL=pdl, STAGES=tiles.num_stages, SPAN=tiles.span,
+            BLOCK_N=tiles.block_n, SWAP=tiles.swap, PDL=pdl, STAGES=tiles.num_stages,
+            SPAN=tiles.span,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -12,8 +12,10 @@ while the other consumer's MMAs run: the two take turns (named barriers 10 and 1
     full[stage]:  the stage is loaded        empty[stage]: both consumers have read it
 
 Tiles with at most 64 valid rows are shared the other way: each consumer takes half of the columns.
-Tiles are walked in pairs of row tiles, all column blocks of a pair before the next, for reuse in L2.
+Tiles are walked in pairs of row tiles, all column blocks of a pair first, for reuse in L2.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -47,7 +49,7 @@ _FP32 = gl.NVMMASharedLayout(0, 32, 1)
 
 @aggregate
 class Ring:
-    """Stages in shared memory: A in halves of 64 rows, B in two blocks of 128 columns, row scales."""
+    """Stages in shared memory: A in halves of 64 rows, B in two column blocks, row scales."""
 
     a: gl.shared_memory_descriptor  # [2 * STAGES, 64, 128]
     b: gl.shared_memory_descriptor  # [2 * STAGES, 128, 128]
@@ -133,7 +135,8 @@ class Work:
 
     @gluon.constexpr_function
     def __init__(
-        self, tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block, N, K, COLUMN_TILES, FUSED
+        self, tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block,
+        N, K, COLUMN_TILES, FUSED,
     ):  # fmt: skip
         self.tile_expert_ptr = tile_expert_ptr
         self.tile_rows_ptr = tile_rows_ptr
@@ -204,7 +207,7 @@ def _pass_turn(CONSUMER: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def _pin(never, ptr, acc):
-    # A branch that reads acc keeps ptxas from sinking its promotion below the next MMA, which spills.
+    # A branch that reads acc keeps ptxas from sinking its promotion below the next MMA: a spill.
     if never:
         rows = gl.arange(0, 64, gl.SliceLayout(1, _MMA))
         cols = gl.arange(0, 128, gl.SliceLayout(0, _MMA))
@@ -339,18 +342,10 @@ def _multiply(
 
 @gluon.jit
 def _multiply_half(
-    ring,
-    stage,
-    phase,
-    acc0,
-    acc1,
-    w0,
-    w1,
-    CONSUMER: gl.constexpr,
-    GATHER: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    """One 128 of K of a tile with at most 64 rows: each consumer takes half of both column blocks."""
+    ring, stage, phase, acc0, acc1, w0, w1,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """One 128 of K of a short tile, fused: each consumer takes half of gate and half of up."""
     zero = gl.zeros([64, 64], gl.float32, _HALF)
     mbarrier.wait(ring.full.index(stage), phase)
     if GATHER:
@@ -368,6 +363,25 @@ def _multiply_half(
     acc0 += p * (scale * w0)[:, None]
     acc1 += q * (scale * w1)[:, None]
     return acc0, acc1
+
+
+@gluon.jit
+def _multiply_block(
+    ring, stage, phase, acc, w, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr
+):  # fmt: skip
+    """One 128 of K of a short tile, plain: each consumer takes one of the column blocks."""
+    zero = gl.zeros([64, 128], gl.float32, _MMA)
+    mbarrier.wait(ring.full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()
+    _take_turn(CONSUMER, TURNS)
+    b = ring.b.index(stage * 2 + CONSUMER).permute((1, 0))
+    p = warpgroup_mma(ring.a.index(stage * 2), b, zero, use_acc=False, is_async=True)
+    _pass_turn(CONSUMER, TURNS)
+    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, _MMA))
+    p = warpgroup_mma_wait(0, deps=[p])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return acc + p * (scale * w)[:, None]
 
 
 @gluon.jit
@@ -434,18 +448,9 @@ def _whole_tile(
 
 
 @gluon.jit
-def _put_half(dst, tile, row_tile, column, valid, CONSUMER: gl.constexpr, L: gl.constexpr):
-    """Plain stores of this consumer's 64 columns; rows beyond ``valid`` stay untouched."""
-    r = gl.arange(0, 64, gl.SliceLayout(1, L))
-    cols = column + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))
-    at = dst.ptr + (row_tile * 128 + r).to(gl.int64)[:, None] * dst.width + cols[None, :]
-    gl.store(at, tile, mask=(r < valid)[:, None] & (cols < dst.width)[None, :])
-
-
-@gluon.jit
 def _half_tile(
-    dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr, valid, halves,
-    CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
+    dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
+    valid, halves, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
     acc0 = gl.zeros([64, 64], gl.float32, _HALF)
@@ -458,18 +463,31 @@ def _half_tile(
         w0 = next_w0
         w1 = next_w1
         stage, phase = ring.next(stage, phase)
-    if work.FUSED:
-        h = dst.swiglu(acc0, acc1)
-        q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
-        _put_half(dst, q, row_tile, column_tile * 128, valid, CONSUMER, _HALF)
-        rows = row_tile * 128 + gl.arange(0, 64, gl.SliceLayout(1, _HALF))
-        gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
-    else:
-        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # whole sectors
-        c = gl.convert_layout(acc0.to(gl.bfloat16), LINES)
-        _put_half(dst, c, row_tile, column_tile * 256, valid, CONSUMER, LINES)
-        c = gl.convert_layout(acc1.to(gl.bfloat16), LINES)
-        _put_half(dst, c, row_tile, column_tile * 256 + 128, valid, CONSUMER, LINES)
+    h = dst.swiglu(acc0, acc1)
+    q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
+    r = gl.arange(0, 64, gl.SliceLayout(1, _HALF))
+    rows = row_tile * 128 + r
+    cols = column_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, _HALF))
+    at = dst.ptr + rows.to(gl.int64)[:, None] * dst.width + cols[None, :]
+    gl.store(at, q, mask=(r < valid)[:, None] & (cols < dst.width)[None, :])
+    gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
+    return stage, phase
+
+
+@gluon.jit
+def _block_tile(
+    dst, out, ring, work, stage, phase, row_tile, column_tile, w, w_ptr,
+    CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = work.K // 128
+    acc = gl.zeros([64, 128], gl.float32, _MMA)
+    for k in range(GROUPS):
+        next_w = gl.load(w_ptr + gl.minimum(k + 1, GROUPS - 1))
+        acc = _multiply_block(ring, stage, phase, acc, w, CONSUMER, GATHER, TURNS)
+        w = next_w
+        stage, phase = ring.next(stage, phase)
+    column = column_tile * 256 + CONSUMER * 128
+    _put(dst.desc, out.index(0), acc.to(gl.bfloat16), row_tile * 128, column, 0)
     return stage, phase
 
 
@@ -499,12 +517,18 @@ def _consume(
                 dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
                 CONSUMER, GATHER, TURNS,
             )  # fmt: skip
-        else:
+        elif work.FUSED:
             stage, phase = _half_tile(
                 dst, pair, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
                 valid, halves, CONSUMER, GATHER, TURNS,
             )  # fmt: skip
             halves += 1
+        else:
+            stage, phase = _block_tile(
+                dst, out, ring, work, stage, phase, row_tile, column_tile,
+                w0 if CONSUMER == 0 else w1, w0_ptr if CONSUMER == 0 else w1_ptr,
+                CONSUMER, GATHER, TURNS,
+            )  # fmt: skip
         # The next tile's first scales arrive during this tile's epilogue.
         block0, block1 = work.blocks(next_column_tile)
         w0_ptr = work.scale_at(next_expert, block0)
@@ -554,7 +578,8 @@ def _sm90_kernel(
     num_tiles = gl.load(num_tiles_ptr)
     dst = Target(c_desc, c_ptr, c_scale_ptr, width, num_rows, alpha, limit, LIMITED)
     work = Work(
-        tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block, N, K, COLUMN_TILES, FUSED
+        tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block,
+        N, K, COLUMN_TILES, FUSED,
     )  # fmt: skip
     if GATHER:
         gl.warp_specialize(
@@ -578,6 +603,14 @@ def _sm90_kernel(
         )
 
 
+@dataclass(frozen=True)
+class _Options:
+    turns: bool
+    alpha: float = 1.0
+    limit: float | None = None
+    first_block: int = 0
+
+
 def _num_sms(device: torch.device) -> int:
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
@@ -587,13 +620,18 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _launch(
-    x: Operands, plan: Schedule, c: torch.Tensor, c_scale: torch.Tensor | None, **extra
+    x: Operands,
+    plan: Schedule,
+    c: torch.Tensor,
+    c_scale: torch.Tensor | None,
+    options: _Options,
 ) -> None:
     _, n, k = x.b.shape
     fused = c_scale is not None
     if plan.align != ALIGN or k % 128 or n % (256 if fused else 128):
         raise ValueError(
-            f"grouped_gemm_sm90: expected tiles of {ALIGN} rows and whole blocks of 128, found {plan.align} rows, N {n}, K {k}"
+            f"grouped_gemm_sm90: expected tiles of {ALIGN} rows and whole blocks of 128, "
+            f"found {plan.align} rows, N {n}, K {k}"
         )
     b = TensorDescriptor.from_tensor(x.b.view(-1, k), [128, 128], _FP8)
     out = TensorDescriptor.from_tensor(c, [64, 128], _FP8 if fused else _BF16)
@@ -602,13 +640,14 @@ def _launch(
         a_desc = TensorDescriptor.from_tensor(x.a, [64, 128], _FP8)
         s_desc = TensorDescriptor.from_tensor(x.a_scale.view(-1), [128], _FP32)
     width = n // 2 if fused else c.shape[1]
+    limit = options.limit or 0.0
     _sm90_kernel[(_num_sms(x.a.device),)](
-        a_desc, x.a, b, s_desc, x.a_scale, out, c, x.b_scale if c_scale is None else c_scale, x.b_scale,
+        a_desc, x.a, b, s_desc, x.a_scale, out, c, c_scale if fused else x.b_scale, x.b_scale,
         plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
-        plan.num_rows, c.shape[1], plan.route_row.shape[1], extra.pop("first_block", 0), extra.pop("alpha", 1.0), extra.get("limit") or 0.0,
-        N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256), STAGES=4 if fused else 3,
-        FUSED=fused, GATHER=x.by_token, LIMITED=extra.get("limit") is not None, TURNS=extra["turns"],
-        num_warps=4, maxnreg=168,
+        plan.num_rows, c.shape[1], plan.route_row.shape[1], options.first_block,
+        options.alpha, limit, N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256),
+        STAGES=4 if fused else 3, FUSED=fused, GATHER=x.by_token,
+        LIMITED=options.limit is not None, TURNS=options.turns, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -624,7 +663,7 @@ def grouped_gemm_swiglu(
     rows, inter = plan.num_rows, x.b.shape[1] // 2
     q = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.a.device)
     qs = torch.empty((inter // 128, rows), dtype=torch.float32, device=x.a.device)
-    _launch(x, plan, q, qs, alpha=alpha, limit=limit, turns=turns)
+    _launch(x, plan, q, qs, _Options(turns, alpha, limit))
     return q, qs
 
 
@@ -639,5 +678,5 @@ def grouped_gemm(
     """As grouped_gemm.grouped_gemm."""
     if out is None:
         out = torch.empty((plan.num_rows, x.b.shape[1]), dtype=torch.bfloat16, device=x.a.device)
-    _launch(x, plan, out, None, first_block=first_column // 128, turns=turns)
+    _launch(x, plan, out, None, _Options(turns, first_block=first_column // 128))
     return out

@@ -59,7 +59,8 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.stride(-1) != 1 or not x.is_contiguous():
         raise ValueError(
-            f"x: expected a contiguous [num_tokens, hidden] tensor, found {tuple(x.shape)} strides {x.stride()}"
+            f"x: expected a contiguous [num_tokens, hidden] tensor, found {tuple(x.shape)}, "
+            f"strides {x.stride()}"
         )
     num_tokens, hidden = x.shape
     groups = triton.cdiv(hidden, GROUP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every routed row goes: an expert-contiguous order, padded so that no GEMM tile has two experts.
+"""Where routed rows go: an expert-contiguous order, padded so that no tile has two experts.
 
 Expert e owns ``ceil(count[e] / align)`` tiles of ``align`` rows. Tiles of all experts follow each
 other without gaps; a tile index at or beyond the last one has expert -1, and so has a route that
@@ -106,8 +106,8 @@ def put_rows(e, index, rank, tile_start, route_row_ptr, row_route_ptr, num_route
 def _schedule_kernel(
     ids_ptr, map_ptr, route_row_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
-    E: tl.constexpr, E_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
-    TILES: tl.constexpr, MAPPED: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    RANKED: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """One launch: program p counts all routes, places routes and tiles of its share."""
     index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
@@ -183,9 +183,11 @@ def _scan_kernel(
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, map_ptr, rank_ptr, block_base_ptr, counts_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
+    ids_ptr, map_ptr, rank_ptr, block_base_ptr, counts_ptr, row_route_ptr,
+    tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Rows from ranks, block bases and padded totals (in place of the ranks), and the tiles."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -218,7 +220,8 @@ def empty_schedule(
     """Checked arguments and buffers for the worst case."""
     if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
         raise ValueError(
-            f"topk_ids: expected contiguous int32, found {topk_ids.dtype} with strides {topk_ids.stride()}"
+            f"topk_ids: expected contiguous int32, found {topk_ids.dtype}, "
+            f"strides {topk_ids.stride()}"
         )
     if expert_map is not None and expert_map.dtype != torch.int32:
         raise ValueError(f"expert_map: expected int32, found {expert_map.dtype}")
@@ -258,7 +261,8 @@ def schedule(
     if num_routes <= SINGLE_LAUNCH_ROUTES:
         r_pad = max(32, triton.next_power_of_2(num_routes))
         _schedule_kernel[(triton.cdiv(num_routes, 16),)](
-            topk_ids, expert_map, route_row, row_route, *tiles, num_routes, num_global, num_tiles, align,
+            topk_ids, expert_map, route_row, row_route, *tiles,
+            num_routes, num_global, num_tiles, align,
             R_PAD=r_pad, CHUNK=min(r_pad, 512), RANKED=16, **sizes,
         )  # fmt: skip
         return out
@@ -283,7 +287,8 @@ def schedule(
         block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts
     )
     _place_kernel[(blocks,)](
-        topk_ids, expert_map, route_row, block_count, counts, row_route, *tiles, num_routes, num_global, num_tiles, align,
+        topk_ids, expert_map, route_row, block_count, counts, row_route, *tiles,
+        num_routes, num_global, num_tiles, align,
         BLOCK=_BLOCK, TILES=tiles_per_program, **sizes,
     )  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 
 Each program counts all routes, ranks those of its own token and writes the token's quantised rows
 where they belong. Counting again in every program costs less than a launch and a trip through
-memory between two, as long as programs are few. Same results as schedule() followed by quant_permute(). Grid: (token, columns).
+memory between two, as long as programs are few. Same results as schedule() followed by
+quant_permute(). Grid: (token, columns).
 """
 
 import torch

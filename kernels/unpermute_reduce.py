@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weighted sum of the expert rows of every token, in slot order, in fp32.
 
-    out[t, c] = bf16( sum over slot of weight[t, slot] * rows[route_row[t, slot], c]  (+ shared[t, c]) )
+    out[t, c] = bf16( sum over slots of weight[t, slot] * rows[route_row[t, slot], c]
+                      (+ shared[t, c]) )
 
-Absent routes (row -1) contribute nothing, whatever their row buffer holds. ``rows`` may be a column
-slab: ``columns`` says which columns of ``out`` it stands for. Grid: (token, chunk of columns).
+Absent routes (row -1) contribute nothing, whatever ``rows`` holds. ``rows`` may be a slab of
+columns; ``first_column`` says which of ``out`` it stands for. Grid: (token, chunk of columns).
 """
 
 import torch
@@ -39,7 +40,9 @@ def unpermute_reduce(
     rows: torch.Tensor, route_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor,
     *, first_column: int = 0, shared: torch.Tensor | None = None, pdl: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Write columns ``first_column ...`` of ``out`` [num_tokens, hidden] from ``rows`` [num_rows, width].
+    """Write columns ``first_column ...`` of ``out`` [num_tokens, hidden] from ``rows``.
+
+    ``rows`` is [num_rows, width].
 
     Args:
         route_row, weights: [num_tokens, top_k] int32 (-1 absent) and fp32.
@@ -49,7 +52,8 @@ def unpermute_reduce(
     width, hidden = rows.shape[1], out.shape[1]
     if first_column + width > hidden:
         raise ValueError(
-            f"rows: columns {first_column} to {first_column + width} do not fit {hidden} columns of out"
+            f"rows: columns {first_column} to {first_column + width} do not fit "
+            f"{hidden} columns of out"
         )
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ SHAPES = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
 LOADS = ("uniform", "zipf")
-# Ours against the oracle that rounds where we round; peers round elsewhere (measured 1.8e-2, and
-# 2.2e-2 at one token).
-TOLERANCE = {"ours": 4e-3, "peer": 3e-2}
+# Ours against the oracle that rounds where we round: 1.7e-3 for the bf16 output, and FP8 codes of
+# the intermediate that flip because tensor cores add FP8 products with some 14 bits (measured
+# 3.3e-3 to 5.5e-3 in all). Peers round elsewhere (measured 1.8e-2, and 2.4e-2 at one token).
+TOLERANCE = {"ours": 6e-3, "peer": 3e-2}
 _CHECKED_TOKENS = 256  # the oracle is slow: it sees this many of the tokens
 
 
@@ -45,6 +47,20 @@ class Case:
     inputs: list[tuple[torch.Tensor, Routing]]
     roofline: Roofline
     expert_map: torch.Tensor | None = None
+
+    @cached_property
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some tokens of the first set and the oracle's rows for them."""
+        x, routing = self.inputs[0]
+        some = torch.randperm(x.shape[0], device="cuda")[:_CHECKED_TOKENS]
+        want = reference.fused_experts(
+            x[some],
+            routing.topk_ids[some],
+            routing.topk_weights[some],
+            self.weights,
+            expert_map=self.expert_map,
+        )
+        return some, want.float()
 
 
 @dataclass
@@ -146,17 +162,9 @@ def make_case(
     return Case(weights, inputs, floor, expert_map_of(shape))
 
 
-def relative_error(out: torch.Tensor, case: Case, index: int = 0) -> float:
+def relative_error(out: torch.Tensor, case: Case) -> float:
     """Relative L2 of some of the tokens against the oracle; NaN anywhere gives NaN."""
-    x, routing = case.inputs[index]
-    some = torch.randperm(x.shape[0], device="cuda")[:_CHECKED_TOKENS]
-    want = reference.fused_experts(
-        x[some],
-        routing.topk_ids[some],
-        routing.topk_weights[some],
-        case.weights,
-        expert_map=case.expert_map,
-    ).float()
+    some, want = case.expected
     error = (out[some].float() - want).norm() / want.norm()
     return error.item() if out.isfinite().all() else float("nan")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time that a layer's experts can take: weights once from memory, every operation once."""
+"""The least time a layer's experts can take: weights once from memory, every operation once."""
 
 from __future__ import annotations
 

@@ -84,13 +84,24 @@ def _compile(shape: MoEShape, tokens: int, configs: Sequence[KernelConfig]) -> N
             torch.cuda.synchronize()
 
 
-def compile_ahead(
-    shape: MoEShape, tokens: int, configs: Sequence[KernelConfig], workers: int = 8
-) -> None:
-    shares = [list(configs[i::workers]) for i in range(workers)]
+def candidates(shape: MoEShape, tokens: int) -> list[KernelConfig]:
+    """Enough of the search space to compile all of its kernels."""
+    found = list(space.direct(shape, tokens))
+    for group in space.groups(shape, tokens):
+        if group.ups and group.downs:
+            found += [group.config(up, group.downs[-1]) for up in group.ups]
+            found += [group.config(group.ups[0], down) for down in group.downs]
+    return found
+
+
+def compile_ahead(shape: MoEShape, sizes: Sequence[int], workers: int = 12) -> int:
+    """Compile what the search will run, in parallel; returns how many configurations."""
+    jobs = {c: count for count in sizes for c in candidates(shape, count)}
+    shares = [[c for i, c in enumerate(jobs) if i % workers == w] for w in range(workers)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for done in [pool.submit(_compile, shape, tokens, s) for s in shares if s]:
+        for done in [pool.submit(_compile, shape, max(sizes), s) for s in shares if s]:
             done.result()
+    return len(jobs)
 
 
 class Search:
@@ -119,8 +130,10 @@ class Search:
         for group in space.groups(self.shape, self.tokens):
             if not group.ups or not group.downs:
                 continue
-            up = min(group.ups, key=lambda u: self.time(group.config(u, group.downs[-1])))
-            min(group.downs, key=lambda d: self.time(group.config(up, d)))
+            down = group.downs[0]
+            up = min(group.ups, key=lambda u: self.time(group.config(u, down)))
+            for down in group.downs[1:]:
+                self.time(group.config(up, down))
         best = min(self.times, key=self.times.__getitem__)
         if self.times[best] == float("inf"):
             raise RuntimeError(f"no configuration is right: {next(iter(self.failed.values()))}")
@@ -161,14 +174,10 @@ def tune(
     todo = [t for t in tokens if force or not any(same(e, t) for e in entries)]
     if not todo:
         return
+    say(f"compiling for {len(todo)} sizes")
+    say(f"compiled {compile_ahead(shape, todo)} configurations")
     weights = bench.random_weights(shape)
     for count in todo:
-        configs = list(space.direct(shape, count))
-        for group in space.groups(shape, count):
-            configs += [group.config(u, group.downs[-1]) for u in group.ups if group.downs]
-            configs += [group.config(group.ups[0], d) for d in group.downs if group.ups]
-        say(f"{count} tokens: compiling {len(configs)} candidates")
-        compile_ahead(shape, count, configs)
         case = bench.make_case(shape, count, load, weights, popularity=popularity)
         found = Search(case, shape, count, load, say).run()
         entry = schema.entry(shape, count, load, found.config, found.us, **stamp)

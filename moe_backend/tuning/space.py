@@ -32,14 +32,12 @@ def direct(shape: MoEShape, num_tokens: int) -> Iterator[KernelConfig]:
 
 def _triton(align: int) -> tuple[tuple[GemmConfig, ...], tuple[GemmConfig, ...]]:
     swap = align < 64
+    stages = ((4, 3, 1), (4, 6, 1), (4, 3, 2), (8, 3, 2)) if swap else ((8, 3, 1), (8, 4, 1))
+    ups = tuple(GemmConfig(num_warps=w, num_stages=n, unroll=u, swap=swap) for w, n, u in stages)
     warps = 4 if swap else 8
-    ups = tuple(
-        GemmConfig(num_warps=warps, num_stages=stages, unroll=unroll, swap=swap)
-        for stages, unroll in ((3, 1), (4, 1), (6, 1), (2, 2), (3, 2))
-    )
     downs = tuple(
-        GemmConfig(num_warps=warps, num_stages=stages, span=span, swap=swap)
-        for stages, span in ((2, 1), (3, 1), (4, 4), (4, 8), (6, 14), (6, 28))
+        GemmConfig(num_warps=warps, num_stages=n, span=span, swap=swap)
+        for n, span in ((2, 1), (3, 1), (3, 2), (4, 4))
     )
     return ups, downs
 
@@ -49,12 +47,12 @@ def groups(shape: MoEShape, num_tokens: int) -> Iterator[Group]:
     routes, live = expected_rows(shape, num_tokens)
     rows = routes / live
     for align in (16, 32, 64):
-        # a tile of a quarter of an expert's rows reads its weights too often, one of ten times
-        # its rows only computes padding
-        if rows / 4 <= align and (align == 16 or align <= 10 * rows):
+        # a tile of half an expert's rows reads its weights twice, one of four times its rows
+        # computes mostly padding
+        if rows / 2 <= align and (align == 16 or align <= 4 * rows):
             yield _legal(shape, Group(align, False, *_triton(align)))
-    if rows >= 8:
-        gluon = tuple(GemmConfig(kernel="gluon", turns=turns) for turns in (True, False))
+    if rows >= 16:
+        gluon = tuple(GemmConfig(kernel="gluon", turns=turns) for turns in (False, True))
         for gather in (True, False):
             group = _legal(shape, Group(128, gather, gluon, gluon))
             if group.ups and group.downs:

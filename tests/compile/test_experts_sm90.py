@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that serving may launch compiles for sm_90a, fits and keeps its accumulators in registers."""
+"""All that serving may launch compiles for sm_90a, fits, and keeps accumulators in registers."""
 
 import json
 import subprocess

@@ -51,7 +51,7 @@ def layer(tokens, experts, top_k, hidden, inter, seed=0):
     "activation", [Activation(), Activation(alpha=1.7, limit=0.5)], ids=["silu", "clamped"]
 )
 def test_every_path(config, activation, poisoned_memory):
-    """Tails of N and K (I = 80 is less than a block, 384 columns in spans of 3 and slabs of 128)."""
+    """Tails of N and K: I = 80 is less than a block, 384 columns in spans of 3 or slabs."""
     x, routing, weights = layer(6, 5, 2, 384, 80)
     routing.topk_ids[0] = -1  # a token without experts
     routing.topk_ids[1, 1] = 9  # a stale id

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter narrows floats wrongly: bf16 by truncation, e4m3 without the mantissa's carry.
+"""Triton's interpreter narrows floats wrongly: bf16 by truncation, e4m3 without the carry.
 
-The GPU rounds to nearest even and saturates, as torch does; ``install()`` makes the interpreter do so.
+The GPU rounds to nearest even and saturates, as torch does; ``install()`` makes it do so too.
 """
 
 import torch
