@@ -165,7 +165,6 @@ class VllmServer:
         where = ["--host", HOST, "--port", str(self._port)]
         command = server_command(["--model", self.model, *where, *self.args])
         environment = server_environment({"TMPDIR": private, "NO_COLOR": "1", **self._env})
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", _inductor_cache())
         guard = guard_command(self.grace, private)
         self._began = time.monotonic()
         with open(self._log, "wb") as log:
@@ -262,8 +261,3 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _inductor_cache() -> str:
-    """A lasting place for compiled code, though the server's TMPDIR goes with the server."""
-    return str(Path("~/.cache/vllm/inductor").expanduser())

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from moe_backend import envs
 from moe_backend.measure.checkpoint import write_checkpoint
 from moe_backend.measure.server import GATEWAY_ARGS, PLUGIN_ARGS, VllmServer
 
@@ -18,8 +19,10 @@ SMALL = ("--max-model-len", "512", "--served-model-name", MODEL)
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "fp8", weights="fp8")
+def checkpoint() -> Path:
+    """In a lasting place: what vLLM compiles is kept by the model's path."""
+    folder = envs.load().cache_dir / "tests" / "tiny-deepseek"
+    return write_checkpoint(folder, weights="fp8")
 
 
 @pytest.fixture(scope="session")
