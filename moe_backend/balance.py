@@ -14,7 +14,12 @@ with T tokens and P[e] the sum over tokens of the normalised score of expert e.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -148,3 +153,67 @@ class Load:
         factor = self.tokens.numel() / self.top_k
         found = torch.ops.moe_backend.aux_loss(self.scores[None], self.tokens, None, total, factor)
         return float(found[0])
+
+
+class LayerReading(NamedTuple):
+    load: Load
+    complete: bool  # every rank that counts its own tokens has been heard
+    physical: bool  # ids are those of copies of experts
+
+
+Reading: TypeAlias = dict[str, LayerReading]  # by layer, in the model's order
+
+
+def merge(rows: Iterable[dict[str, Any]]) -> Reading:
+    """One reading per layer from the rows of all ranks (see vllm_plugin/live_balance.py).
+
+    Rows of one source counted the same tokens: one of them is taken. Sources add up.
+    """
+    by_layer: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_layer.setdefault(row["layer"], {}).setdefault(row["source"], row)
+    return {name: _sum(list(found.values())) for name, found in by_layer.items()}
+
+
+def _sum(rows: list[dict[str, Any]]) -> LayerReading:
+    loads = [
+        Load(
+            row["top_k"],
+            torch.tensor(row["tokens"], dtype=torch.int64),
+            None if row["scores"] is None else torch.tensor(row["scores"], dtype=torch.float64),
+        )
+        for row in rows
+    ]
+    complete = len(rows) == rows[0]["num_sources"]
+    return LayerReading(reduce(add, loads), complete, rows[0]["physical"])
+
+
+class Window:
+    """The readings of the last seconds; what was counted within is newest minus oldest."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._readings: deque[tuple[float, Reading]] = deque()
+
+    @property
+    def newest(self) -> Reading:
+        return self._readings[-1][1] if self._readings else {}
+
+    @property
+    def length(self) -> float:
+        """Seconds between the readings compared: longer than asked for when nobody asked."""
+        return self._readings[-1][0] - self._readings[0][0] if self._readings else 0.0
+
+    def add(self, now: float, reading: Reading) -> None:
+        """Begins anew when the counters did: a rank was restarted, another model was loaded."""
+        newest = self.newest
+        same = newest.keys() == reading.keys()
+        if not same or any(not reading[n].load.follows(newest[n].load) for n in reading):
+            self._readings.clear()
+        self._readings.append((now, reading))
+        while len(self._readings) > 2 and now - self._readings[1][0] >= self._seconds:
+            self._readings.popleft()
+
+    def loads(self) -> dict[str, Load]:
+        oldest = self._readings[0][1] if self._readings else {}
+        return {name: found.load - oldest[name].load for name, found in self.newest.items()}

@@ -7,7 +7,8 @@
 
 ``/moe/status`` says which layer runs where and why; ``/moe/metrics`` holds the same as Prometheus
 metrics, which also appear in vLLM's ``/metrics`` (with one API server process; with several, vLLM
-collects from files and only ``/moe/metrics`` has them). No endpoint of vLLM is re-implemented.
+collects from files and only ``/moe/metrics`` has them). With MOE_BACKEND_BALANCE=1 ``/moe/balance``
+and ``/moe/balance.html`` show the experts' load. No endpoint of vLLM is re-implemented.
 """
 
 from __future__ import annotations
@@ -26,16 +27,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
 import moe_backend
+from moe_backend.vllm_plugin.balance_pages import BalanceCollector, BalanceReader, add_routes
+from moe_backend.vllm_plugin.rpc import StatusUnavailable, ask
 
 PREFIX = "/moe"
 OURS = "moe_backend"
 MAX_AGE_S = 2.0  # an engine step is not delayed more often than this, however often we are asked
-ENGINE_TIMEOUT_S = 10.0
-EXTENSION = "moe_backend.vllm_plugin.status.StatusExtension"
-
-
-class StatusUnavailable(RuntimeError):
-    """The engine gave no status; the message says why and what to do."""
 
 
 class StatusReader:
@@ -47,39 +44,19 @@ class StatusReader:
         self._read_at = float("-inf")
         self.latest: dict[str, Any] | None = None
         self.failure = "not asked yet"
+        self.balance = BalanceReader(vllm_app)
 
     async def read(self) -> dict[str, Any]:
         async with self._lock:
             if self.latest is None or time.monotonic() - self._read_at > MAX_AGE_S:
                 try:
-                    self.latest = summarise(await self._ask())
+                    self.latest = summarise(await ask(self._app, "moe_status"))
                     self.failure = ""
                 except StatusUnavailable as error:
                     self.latest, self.failure = None, str(error)
                     raise
                 self._read_at = time.monotonic()
             return self.latest
-
-    async def _ask(self) -> list[list[dict[str, Any]]]:
-        engine = getattr(self._app.state, "engine_client", None)
-        if engine is None:
-            raise StatusUnavailable("this server has no engine (render-only front end)")
-        try:
-            return await asyncio.wait_for(
-                engine.collective_rpc("moe_status"), timeout=ENGINE_TIMEOUT_S
-            )
-        except asyncio.TimeoutError:
-            raise StatusUnavailable(
-                f"no answer from the engine in {ENGINE_TIMEOUT_S:.0f} s; it may be busy or stuck"
-            ) from None
-        except Exception as error:  # whatever the engine raises becomes the reason
-            text = f"{type(error).__name__}: {error}".strip()
-            missing = "moe_status" in text
-            raise StatusUnavailable(
-                f"the workers do not know moe_status; start with --worker-extension-cls {EXTENSION}"
-                if missing
-                else text
-            ) from error
 
 
 def versions() -> dict[str, str]:
@@ -185,12 +162,15 @@ class MoEGateway:
         collector = StatusCollector(self._reader)
         REGISTRY.register(collector)  # type: ignore[arg-type]
         vllm_app.mount(PREFIX, self.build(self._reader, collector))
+        self._reader.balance.begin()
 
     def build(self, reader: StatusReader, collector: StatusCollector) -> FastAPI:
         """The FastAPI application that stands under ``/moe``."""
         gateway = FastAPI(title="moe-backend gateway", version=moe_backend.__version__)
         registry = CollectorRegistry()
         registry.register(collector)  # type: ignore[arg-type]
+        registry.register(BalanceCollector(reader.balance))  # type: ignore[arg-type]
+        add_routes(gateway, reader.balance)
 
         @gateway.get("/status")
         async def status() -> Response:
@@ -202,9 +182,11 @@ class MoEGateway:
 
         @gateway.get("/metrics")
         async def metrics() -> Response:
-            """The status as Prometheus metrics."""
+            """Status and balance as Prometheus metrics."""
             await _refresh(reader)
-            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+            await reader.balance.refresh()
+            text = await asyncio.to_thread(generate_latest, registry)  # a line for every expert
+            return Response(text, media_type=CONTENT_TYPE_LATEST)
 
         return gateway
 

@@ -10,7 +10,7 @@ fastapi = pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient  # noqa: E402
 from prometheus_client import REGISTRY, generate_latest  # noqa: E402
 
-from moe_backend.vllm_plugin import gateway as module  # noqa: E402
+from moe_backend.vllm_plugin import rpc  # noqa: E402
 from moe_backend.vllm_plugin.gateway import MoEGateway, summarise  # noqa: E402
 
 
@@ -109,7 +109,7 @@ def test_the_engine_is_not_asked_for_every_page(serve):
     ],
 )
 def test_an_engine_that_cannot_answer_gives_503_and_why(serve, monkeypatch, answer, words):
-    monkeypatch.setattr(module, "ENGINE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(rpc, "ENGINE_TIMEOUT_S", 0.1)
     client, _ = serve(answer)
     response = client.get("/moe/status")
     assert response.status_code == 503 and words in response.json()["error"]
