@@ -64,13 +64,17 @@ def _permute_kernel(
     map_ptr, words_ptr, before_ptr, offsets_ptr, pads_ptr,
     capacity, hidden, groups, row_stride, probs_stride, NUM_PADS,
     E: tl.constexpr, K: tl.constexpr, NAN: tl.constexpr,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(0) < NUM_PADS:
-        _zero_rows(
-            out_ptr, scale_ptr, probs_ptr, offsets_ptr, pads_ptr, capacity, hidden, groups,
-            NUM_PADS, E, WIDTH, COLS, GROUPS,
-        )  # fmt: skip
+        if offsets_ptr is not None:
+            _zero_rows(
+                out_ptr, scale_ptr, probs_ptr, offsets_ptr, pads_ptr, capacity, hidden, groups,
+                NUM_PADS, E, WIDTH, COLS, GROUPS,
+            )  # fmt: skip
     else:
         token = (tl.program_id(0) - NUM_PADS).to(tl.int64)
         row_map = map_ptr + token * (K if K > 0 else 2 * E + 1)
@@ -163,6 +167,6 @@ def permute(
             E=num_experts, K=slots(row_map, num_experts), NAN=0x7F if raw else float("nan"),
             WIDTH=triton.next_power_of_2(num_experts), COLS=cols,
             GROUPS=triton.next_power_of_2(max(1, groups)),
-            num_warps=8 if cols * x.itemsize >= 8192 else 4,
+            PDL=x.is_cuda, launch_pdl=x.is_cuda, num_warps=8 if cols * x.itemsize >= 8192 else 4,
         )  # fmt: skip
     return Permuted(out, out_scale, out_probs)

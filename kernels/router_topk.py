@@ -10,10 +10,9 @@
 Shapes: logits [T, E] (rows may be strided), bias [E]; ids, weights [T, k]; counts [E].
 Grid: one token and one warp a program, so that no reduction leaves the warp. Experts stand at
 column group * GROUP + member of the row (GROUP a power of two), hence column order is id order.
-Few tokens take k maximum reductions, whose latency is lowest. Many take the bisection of
-router_math.select_top, a third of the integer operations; its ids go through the output, which
-brings them together in k lanes, where each finds its rank. Either way the chosen logits are read
-again: cheaper than carrying scores along.
+The k ids are found by k maximum reductions of integers, which the hardware does in one instruction
+a warp. The chosen logits are read again, from L1, for the weights: cheaper than carrying scores
+along.
 
 Histogram: every program adds its ids to a line of zeros; the last one moves the sums out and leaves
 zeros. An L2 line takes an atomic every other clock, so many tokens spread theirs over copies of the
@@ -33,13 +32,11 @@ from .router_math import (
     columns,
     keep_best_groups,
     pointwise_score,
-    select_top,
     sortable,
 )
 
 _GROUP = tl.constexpr(128)  # tokens that meet at one ticket
 _COPIES = 8  # of the histogram's sums, for more tokens than one group
-_STEPS_UP_TO = 256  # tokens for which latency matters more than throughput
 
 
 class RouterOutput(NamedTuple):
@@ -100,15 +97,18 @@ def _add_histogram(
 def _router_topk_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, line_ptr, num_tokens, row_stride, scale,
     E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
-    STEPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    COPIES: tl.constexpr, COUNTED: tl.constexpr,
+    COPIES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PER_GROUP: tl.constexpr = E // NUM_GROUPS
     expert, inside = columns(E, NUM_GROUPS, GROUPS, GROUP)
     slot = tl.arange(0, KP)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(row_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
     if SCORE == "softmax":
         peak = tl.max(x, 0)
@@ -123,35 +123,14 @@ def _router_topk_kernel(
     if NUM_GROUPS > 1:
         keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
 
-    # the ids of this row; their logits are read again, from L1
-    out = ids_ptr + row * K
-    if STEPS:
-        ids = _take_steps(keys, K, KP)
-        ids = (ids // GROUP) * PER_GROUP + ids % GROUP
-    else:
-        chosen = select_top(keys, K)
-        at = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        # the hint keeps four columns a lane, as the scan wants them; the mask, of which nothing
-        # is known, keeps the stores single
-        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
-        tl.store(out + at, expert, mask=chosen)
-        tl.debug_barrier()
-        ids = tl.load(out + slot, mask=slot < K, other=0)
+    ids = _take_steps(keys, K, KP)
+    ids = (ids // GROUP) * PER_GROUP + ids % GROUP
     x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
     weights = tl.exp(x - peak) * inverse if SCORE == "softmax" else pointwise_score(x, SCORE)
-    place = slot
-    if not STEPS:  # rising ids so far: the rank by key is the place
-        key = weights
-        if bias_ptr is not None:
-            key += tl.load(bias_ptr + ids, mask=slot < K, other=0.0).to(tl.float32)
-        key = tl.where(slot < K, sortable(key), EXCLUDED)
-        equal = (key[None, :] == key[:, None]) & (slot[None, :] < slot[:, None])
-        place = tl.sum(((key[None, :] > key[:, None]) | equal).to(tl.int32), 1)
-        tl.debug_barrier()  # every id is read before any is overwritten
     if RENORMALIZE:
         weights = weights / (tl.sum(tl.where(slot < K, weights, 0.0), 0) + 1e-20)
-    tl.store(out + place, ids, mask=slot < K)
-    tl.store(weights_ptr + row * K + place, weights * scale, mask=slot < K)
+    tl.store(ids_ptr + row * K + slot, ids, mask=slot < K)
+    tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
     if COUNTS != "none":
         _add_histogram(
             ids, slot < K, counts_ptr, line_ptr, row, num_tokens, E, COUNTS, COPIES, COUNTED
@@ -231,10 +210,10 @@ def router_topk(
         logits, bias, ids, weights, counts, line,
         num_tokens, logits.stride(0), spec.scale,
         E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
-        STEPS=num_tokens <= _STEPS_UP_TO, K=top_k, KP=triton.next_power_of_2(top_k),
+        K=top_k, KP=triton.next_power_of_2(top_k),
         NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
         CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
         GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
-        num_warps=1 if groups * group <= 4096 else 8,
+        PDL=logits.is_cuda, launch_pdl=logits.is_cuda, num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
     return RouterOutput(ids, weights, counts)

@@ -84,8 +84,11 @@ def _scan_kernel(
     counts_ptr, before_ptr, totals_ptr, offsets_ptr, pads_ptr, targets_ptr, ticket_ptr,
     num_blocks, align,
     E: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, num_blocks, BLOCKS):
@@ -174,7 +177,7 @@ def _scan(counts: torch.Tensor, align: int, *, words: bool) -> tuple[torch.Tenso
     _scan_kernel[(triton.cdiv(num_experts, experts),)](
         counts, before, totals, offsets, pads, targets, zeroed_line(device, 1), num_blocks, align,
         E=num_experts, WORDS=words, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts,
-        BLOCKS=blocks,
+        BLOCKS=blocks, PDL=counts.is_cuda, launch_pdl=counts.is_cuda,
     )  # fmt: skip
     return before, offsets, pads, targets
 
@@ -198,8 +201,9 @@ def row_map_of_mask(
     cols = min(width, 256)
     if num_tokens:
         _words_kernel[(words.shape[0], triton.cdiv(num_experts, cols))](
-            mask, words, num_tokens, mask.stride(0), E=num_experts, COLS=cols
-        )
+            mask, words, num_tokens, mask.stride(0), E=num_experts, COLS=cols,
+            PDL=mask.is_cuda, launch_pdl=mask.is_cuda,
+        )  # fmt: skip
     before, offsets, pads, targets = _scan(words, align, words=True)
     if num_tokens and assign:
         _assign_mask_kernel[(num_tokens,)](

@@ -9,9 +9,8 @@ Sums are fp32 in the order of the routes, so the same every time. A token withou
 zeros. ``moved`` [rows], the gradient of probabilities that travelled with the rows, is brought
 back to [T, E] or [T, k] by the same launch.
 
-Shapes: rows [capacity, H], out [T, H]. Grid: tokens times chunks of COLS columns, a token's chunks
-next to each other; ROUTES rows are read at a time, all in flight. Backward: one program a token,
-since it sums over the columns.
+Shapes: rows [capacity, H], out [T, H]. Grid: one program a token, which finds its rows once and
+then reads ROUTES of them at a time, COLS columns wide, all in flight.
 """
 
 import torch
@@ -54,31 +53,48 @@ def _unpermute_kernel(
     capacity, hidden, weight_stride, num_probs,
     E: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROUTES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    chunks = tl.maximum(tl.cdiv(hidden, COLS), 1)  # one axis of the grid: others end at 65,535
-    token = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    col = chunk * COLS + tl.arange(0, COLS)
+    token = tl.program_id(0).to(tl.int64)
     count = K
     if K == 0:
         count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
-    total = tl.zeros([COLS], tl.float32)
-    for first in range(0, tl.maximum(count, 1), ROUTES):
-        row, expert, valid = routes_of(map_ptr, token, first, count, E, K, ROUTES)
-        if K == 0 and pads_ptr is not None:
-            row += tl.load(pads_ptr + expert, mask=valid, other=0)
-        valid = valid & (row < capacity)
-        row = row.to(tl.int64)
+    row, expert, valid = routes_of(map_ptr, token, 0, count, E, K, ROUTES)
+    if K == 0 and pads_ptr is not None:
+        row += tl.load(pads_ptr + expert, mask=valid, other=0)
+    valid = valid & (row < capacity)
+    row = row.to(tl.int64)
+    weight = tl.full([ROUTES], 1.0, tl.float32)
+    if weight_ptr is not None:
+        at = weight_ptr + token * weight_stride + expert
+        weight = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    for start in range(0, hidden, COLS):
+        col = start + tl.arange(0, COLS)
         at = rows_ptr + row[:, None] * hidden + col[None, :]
-        rows = tl.load(at, mask=valid[:, None] & (col < hidden)[None, :], other=0).to(tl.float32)
-        if weight_ptr is not None:
-            at = weight_ptr + token * weight_stride + expert
-            rows *= tl.load(at, mask=valid, other=0.0).to(tl.float32)[:, None]
-            rows = tl.where(valid[:, None], rows, 0.0)
-        total += tl.sum(rows, 0)
-        if moved_ptr is not None and chunk == 0:
-            moved = tl.load(moved_ptr + row, mask=valid, other=0.0)
-            _fill_probs(probs_ptr, token, moved, expert, valid, num_probs, WIDTH, first == 0)
-    tl.store(out_ptr + token * hidden + col, total, mask=col < hidden)
+        inside = valid[:, None] & (col < hidden)[None, :]
+        rows = tl.load(at, mask=inside, other=0).to(tl.float32)
+        total = tl.sum(rows * weight[:, None], 0)
+        for first in range(ROUTES, count, ROUTES):  # tokens of more routes than one step takes
+            more, whose, there = routes_of(map_ptr, token, first, count, E, K, ROUTES)
+            if K == 0 and pads_ptr is not None:
+                more += tl.load(pads_ptr + whose, mask=there, other=0)
+            there = there & (more < capacity)
+            at = rows_ptr + more.to(tl.int64)[:, None] * hidden + col[None, :]
+            inside = there[:, None] & (col < hidden)[None, :]
+            rows = tl.load(at, mask=inside, other=0).to(tl.float32)
+            if weight_ptr is not None:
+                at = weight_ptr + token * weight_stride + whose
+                rows *= tl.load(at, mask=there, other=0.0).to(tl.float32)[:, None]
+            total += tl.sum(rows, 0)
+        tl.store(out_ptr + token * hidden + col, total, mask=col < hidden)
+    if moved_ptr is not None:
+        moved = tl.load(moved_ptr + row, mask=valid, other=0.0)
+        _fill_probs(probs_ptr, token, moved, expert, valid, num_probs, WIDTH, True)
+        for first in range(ROUTES, count, ROUTES):
+            more, whose, there = routes_of(map_ptr, token, first, count, E, K, ROUTES)
+            if K == 0 and pads_ptr is not None:
+                more += tl.load(pads_ptr + whose, mask=there, other=0)
+            there = there & (more < capacity)
+            moved = tl.load(moved_ptr + more, mask=there, other=0.0)
+            _fill_probs(probs_ptr, token, moved, whose, there, num_probs, WIDTH, False)
 
 
 @triton.jit
@@ -144,7 +160,7 @@ def unpermute(
         probs = torch.empty((num_tokens, width), dtype=moved.dtype, device=rows.device)
     if num_tokens:
         cols = min(2048 // rows.itemsize, triton.next_power_of_2(max(1, hidden)))
-        _unpermute_kernel[(max(1, triton.cdiv(hidden, cols)) * num_tokens,)](
+        _unpermute_kernel[(num_tokens,)](
             rows, weight, moved, out, probs, row_map, pad_offsets,
             capacity, hidden, 0 if weight is None else weight.stride(0), width,
             E=num_experts, K=k, WIDTH=triton.next_power_of_2(width), ROUTES=_ROUTES, COLS=cols,

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_backend import reference
@@ -150,14 +150,6 @@ def test_callers_counts_are_added_to(device):
     assert torch.equal(counts, 2 * once)
 
 
-@pytest.fixture(params=[0, 1 << 30], ids=["bisection", "steps"], autouse=True)
-def _either_way(request, monkeypatch):
-    """Few tokens and many are routed differently: every test holds for both."""
-    from moe_backend.kernels import router_topk as module
-
-    monkeypatch.setattr(module, "_STEPS_UP_TO", request.param)
-
-
 def test_line_of_counters_is_left_zero(device, monkeypatch):
     """128 tokens a group: the second group is where the tickets and copies first meet."""
     from moe_backend.kernels import router_topk as module
@@ -171,11 +163,7 @@ def test_line_of_counters_is_left_zero(device, monkeypatch):
         assert torch.equal(out.counts.long(), torch.bincount(out.topk_ids.flatten(), minlength=32))
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_shape_gives_valid_routes(data):
     groups = data.draw(st.integers(1, 6), "groups")
