@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_backend.support import supports_config
-from moe_backend.tuning.heuristics import DIRECT_ROUTES, expected_rows
+from moe_backend.tuning.heuristics import expected_rows
 from moe_backend.types import GemmConfig, KernelConfig, MoEShape
+
+DIRECT_ROUTES = 64  # more than this repeat experts, and their weights would be read again
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Group:
 
 def direct(shape: MoEShape, num_tokens: int) -> Iterator[KernelConfig]:
     """The two-launch path, while experts hardly repeat."""
-    if num_tokens * shape.top_k <= 2 * DIRECT_ROUTES:
+    if num_tokens * shape.top_k <= DIRECT_ROUTES:
         yield KernelConfig(16, direct=True)
 
 
@@ -46,17 +48,17 @@ def groups(shape: MoEShape, num_tokens: int) -> Iterator[Group]:
     """Legal candidates, by alignment."""
     routes, live = expected_rows(shape, num_tokens)
     rows = routes / live
+    gluon = tuple(GemmConfig(kernel="gluon", turns=turns) for turns in (False, True))
+    found = [_legal(shape, Group(128, gather, gluon, gluon)) for gather in (True, False)]
+    found = [g for g in found if g.ups and g.downs and rows >= 16]
     for align in (16, 32, 64):
         # a tile of half an expert's rows reads its weights twice, one of four times its rows
         # computes mostly padding
-        if rows / 2 <= align and (align == 16 or align <= 4 * rows):
-            yield _legal(shape, Group(align, False, *_triton(align)))
-    if rows >= 16:
-        gluon = tuple(GemmConfig(kernel="gluon", turns=turns) for turns in (False, True))
-        for gather in (True, False):
-            group = _legal(shape, Group(128, gather, gluon, gluon))
-            if group.ups and group.downs:
-                yield group
+        if (align == 16 or align <= 4 * rows) and (
+            rows / 2 <= align or (align == 64 and not found)
+        ):
+            found.append(_legal(shape, Group(align, False, *_triton(align))))
+    yield from found
 
 
 def _legal(shape: MoEShape, group: Group) -> Group:
