@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -51,12 +52,15 @@ def make(name: str, weights: ExpertWeights, routing: Routing, max_tokens: int) -
         make_moe_prepare_and_finalize_no_dp_ep,
     )
 
+    experts: Any
     if name == "triton":
-        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts as Experts
+        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+        experts = TritonExperts
     elif name == "deepgemm":
-        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
-            DeepGemmExperts as Experts,
-        )
+        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+
+        experts = DeepGemmExperts
     else:
         raise ValueError(f"peer: expected one of {', '.join(PEERS)}, found {name!r}")
 
@@ -78,7 +82,9 @@ def make(name: str, weights: ExpertWeights, routing: Routing, max_tokens: int) -
     quant = fp8_w8a8_moe_quant_config(
         w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, block_shape=[BLOCK, BLOCK]
     )
-    kernel = mk.FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), Experts(config, quant))
+    kernel = mk.FusedMoEKernel(
+        make_moe_prepare_and_finalize_no_dp_ep(False), experts(config, quant)
+    )
 
     def call(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return kernel.apply(

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moe_backend.support import supports_config
 from moe_backend.types import GemmConfig, KernelConfig, MoEShape
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 
 class ConfigFileError(ValueError):
@@ -31,12 +31,12 @@ class _Strict(BaseModel):
 class Gemm(_Strict):
     kernel: Literal["triton", "gluon"] = "triton"
     block_n: Literal[64, 128] = 128
-    block_k: Literal[128] = Field(128, description="the quantisation group; nothing else is right")
+    block_k: Literal[128] = 128  # the quantisation group; nothing else is right
     num_warps: Literal[4, 8] = 4
-    num_stages: int = Field(4, ge=1, le=8)
+    num_stages: int = Field(default=4, ge=1, le=8)
     swap: bool = True
-    unroll: int = Field(1, ge=1, le=4)
-    span: int = Field(1, ge=1, le=64)
+    unroll: int = Field(default=1, ge=1, le=4)
+    span: int = Field(default=1, ge=1, le=64)
     turns: bool = True
 
 
@@ -46,7 +46,7 @@ class Shape(_Strict):
     hidden: int = Field(ge=128)
     intermediate: int = Field(ge=16)
     top_k: int = Field(ge=1)
-    ep_size: int = Field(1, ge=1)
+    ep_size: int = Field(default=1, ge=1)
     block_shape: tuple[Literal[128], Literal[128]] = (128, 128)
 
     def moe_shape(self) -> MoEShape:
@@ -57,17 +57,16 @@ class Config(_Strict):
     align: Literal[16, 32, 64, 128]
     up: Gemm = Gemm()
     down: Gemm = Gemm()
-    slab: int = Field(0, ge=0)
+    slab: int = Field(default=0, ge=0)
     gather: bool = False
     direct: bool = False
     pdl: bool = True
 
     def kernel_config(self) -> KernelConfig:
-        gemms = {
-            name: GemmConfig(**getattr(self, name).model_dump(exclude={"block_k"}))
-            for name in ("up", "down")
-        }
-        return KernelConfig(**self.model_dump(exclude={"up", "down"}), **gemms)
+        up, down = (
+            GemmConfig(**gemm.model_dump(exclude={"block_k"})) for gemm in (self.up, self.down)
+        )
+        return KernelConfig(**self.model_dump(exclude={"up", "down"}), up=up, down=down)
 
 
 class Entry(_Strict):
