@@ -56,7 +56,13 @@ def _bits_set(word):
 
 
 @triton.jit
-def _words_kernel(mask_ptr, words_ptr, num_tokens, row_stride, E: tl.constexpr, COLS: tl.constexpr):
+def _words_kernel(
+    mask_ptr, words_ptr, num_tokens, row_stride,
+    E: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     bit = tl.arange(0, _TOKENS)
     token = tl.program_id(0) * _TOKENS + bit
     expert = tl.program_id(1) * COLS + tl.arange(0, COLS)

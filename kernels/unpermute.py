@@ -23,17 +23,34 @@ _ROUTES = 8
 
 
 @triton.jit
-def routes_of(map_ptr, token, first, count, E: tl.constexpr, K: tl.constexpr, ROUTES: tl.constexpr):
-    """Row, expert (slot for ids) and validity of ROUTES routes of a token, from ``first`` on."""
+def _find_routes(
+    map_ptr, pads_ptr, weight_ptr, token, first, count, capacity, weight_stride,
+    E: tl.constexpr, K: tl.constexpr, ROUTES: tl.constexpr,
+):  # fmt: skip
+    """Row, expert (slot for ids), weight and validity of ROUTES routes of a token."""
     slot = first + tl.arange(0, ROUTES)
     if K == 0:
         at = map_ptr + token * (2 * E + 1) + slot
         row = tl.load(at, mask=slot < count, other=-1)
         expert = tl.load(at + E, mask=slot < count, other=0)
+        if pads_ptr is not None:
+            row += tl.load(pads_ptr + expert, mask=slot < count, other=0)
     else:
         row = tl.load(map_ptr + token * K + slot, mask=slot < K, other=-1)
         expert = slot
-    return row, expert, row >= 0
+    valid = (row >= 0) & (row < capacity)
+    weight = tl.full([ROUTES], 1.0, tl.float32)
+    if weight_ptr is not None:
+        at = weight_ptr + token * weight_stride + expert
+        weight = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    return row.to(tl.int64), expert, weight, valid
+
+
+@triton.jit
+def _weighted_sum(rows_ptr, row, weight, valid, col, hidden):
+    at = rows_ptr + row[:, None] * hidden + col[None, :]
+    rows = tl.load(at, mask=valid[:, None] & (col < hidden)[None, :], other=0).to(tl.float32)
+    return tl.sum(rows * weight[:, None], 0)
 
 
 @triton.jit
@@ -57,44 +74,28 @@ def _unpermute_kernel(
     count = K
     if K == 0:
         count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
-    row, expert, valid = routes_of(map_ptr, token, 0, count, E, K, ROUTES)
-    if K == 0 and pads_ptr is not None:
-        row += tl.load(pads_ptr + expert, mask=valid, other=0)
-    valid = valid & (row < capacity)
-    row = row.to(tl.int64)
-    weight = tl.full([ROUTES], 1.0, tl.float32)
-    if weight_ptr is not None:
-        at = weight_ptr + token * weight_stride + expert
-        weight = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    row, expert, weight, valid = _find_routes(
+        map_ptr, pads_ptr, weight_ptr, token, 0, count, capacity, weight_stride, E, K, ROUTES
+    )
     for start in range(0, hidden, COLS):
         col = start + tl.arange(0, COLS)
-        at = rows_ptr + row[:, None] * hidden + col[None, :]
-        inside = valid[:, None] & (col < hidden)[None, :]
-        rows = tl.load(at, mask=inside, other=0).to(tl.float32)
-        total = tl.sum(rows * weight[:, None], 0)
+        total = _weighted_sum(rows_ptr, row, weight, valid, col, hidden)
         for first in range(ROUTES, count, ROUTES):  # tokens of more routes than one step takes
-            more, whose, there = routes_of(map_ptr, token, first, count, E, K, ROUTES)
-            if K == 0 and pads_ptr is not None:
-                more += tl.load(pads_ptr + whose, mask=there, other=0)
-            there = there & (more < capacity)
-            at = rows_ptr + more.to(tl.int64)[:, None] * hidden + col[None, :]
-            inside = there[:, None] & (col < hidden)[None, :]
-            rows = tl.load(at, mask=inside, other=0).to(tl.float32)
-            if weight_ptr is not None:
-                at = weight_ptr + token * weight_stride + whose
-                rows *= tl.load(at, mask=there, other=0.0).to(tl.float32)[:, None]
-            total += tl.sum(rows, 0)
+            more, _, by, there = _find_routes(
+                map_ptr, pads_ptr, weight_ptr, token, first, count, capacity, weight_stride,
+                E, K, ROUTES,
+            )  # fmt: skip
+            total += _weighted_sum(rows_ptr, more, by, there, col, hidden)
         tl.store(out_ptr + token * hidden + col, total, mask=col < hidden)
     if moved_ptr is not None:
         moved = tl.load(moved_ptr + row, mask=valid, other=0.0)
         _fill_probs(probs_ptr, token, moved, expert, valid, num_probs, WIDTH, True)
         for first in range(ROUTES, count, ROUTES):
-            more, whose, there = routes_of(map_ptr, token, first, count, E, K, ROUTES)
-            if K == 0 and pads_ptr is not None:
-                more += tl.load(pads_ptr + whose, mask=there, other=0)
-            there = there & (more < capacity)
-            moved = tl.load(moved_ptr + more, mask=there, other=0.0)
-            _fill_probs(probs_ptr, token, moved, whose, there, num_probs, WIDTH, False)
+            more, whose, _, there = _find_routes(
+                map_ptr, pads_ptr, None, token, first, count, capacity, 0, E, K, ROUTES
+            )
+            values = tl.load(moved_ptr + more, mask=there, other=0.0)
+            _fill_probs(probs_ptr, token, values, whose, there, num_probs, WIDTH, False)
 
 
 @triton.jit
@@ -108,13 +109,10 @@ def _backward_kernel(
     if K == 0:
         count = tl.load(map_ptr + token * (2 * E + 1) + 2 * E)
     for first in range(0, tl.maximum(count, 1), ROUTES):
-        row, expert, valid = routes_of(map_ptr, token, first, count, E, K, ROUTES)
-        if K == 0 and pads_ptr is not None:
-            row += tl.load(pads_ptr + expert, mask=valid, other=0)
-        valid = valid & (row < capacity)
-        row = row.to(tl.int64)
-        at = weight_ptr + token * weight_stride + expert
-        weight = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+        row, expert, weight, valid = _find_routes(
+            map_ptr, pads_ptr, weight_ptr, token, first, count, capacity, weight_stride,
+            E, K, ROUTES,
+        )  # fmt: skip
         dots = tl.zeros([ROUTES, COLS], tl.float32)
         for start in range(0, hidden, COLS):
             col = start + tl.arange(0, COLS)[None, :]

@@ -17,9 +17,9 @@ def enable() -> bool:
     os.environ["TRITON_INTERPRET"] = "1"  # triton's own library decides when it is imported
     import triton
 
+    triton.knobs.runtime.interpret = True  # also sets the variable, hence before it is removed
     if before is None:
         del os.environ["TRITON_INTERPRET"]
-    triton.knobs.runtime.interpret = True
     import interpreter_casts
 
     interpreter_casts.install()
