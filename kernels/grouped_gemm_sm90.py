@@ -487,7 +487,8 @@ def _block_tile(
         w = next_w
         stage, phase = ring.next(stage, phase)
     column = column_tile * 256 + CONSUMER * 128
-    _put(dst.desc, out.index(0), acc.to(gl.bfloat16), row_tile * 128, column, 0)
+    # the second buffer: a whole tile begins with the first and lets one store be pending
+    _put(dst.desc, out.index(1), acc.to(gl.bfloat16), row_tile * 128, column, 0)
     return stage, phase
 
 
