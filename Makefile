@@ -33,7 +33,7 @@ lint: venv  ## ruff, mypy, shellcheck where there is one
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck .ci/run .ci/venv .ci/test serve_examples/*.sh; \
+	@if command -v shellcheck >/dev/null; then shellcheck .ci/run .ci/venv .ci/test .ci/browser serve_examples/*.sh; \
 	else echo "shellcheck is not installed: shell scripts not checked"; fi
 
 format: venv  ## bring the code into shape

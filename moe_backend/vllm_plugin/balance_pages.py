@@ -8,7 +8,6 @@ window of them is kept. Nobody asks the workers when MOE_BACKEND_BALANCE is off.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -19,7 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from moe_backend import balance, envs
-from moe_backend.vllm_plugin.rpc import StatusUnavailable, ask, engine_of
+from moe_backend.vllm_plugin.rpc import StatusUnavailable, ask, sleeping
 
 WINDOW_S = 60.0
 MAX_AGE_S = 2.0  # an engine step is not delayed more often than this, however often we are asked
@@ -49,8 +48,8 @@ class BalanceReader:
             if not self.enabled or time.monotonic() - self._asked_at < MAX_AGE_S:
                 return
             try:
-                self.asleep = await self._sleeping()
-                if not self.asleep:  # a sleeping worker's counters have no memory
+                self.asleep = await sleeping(self._app)
+                if not self.asleep:  # nothing has changed, and memory may be gone
                     rows = await ask(self._app, "moe_balance")
                     reading = balance.merge(row for found in rows for row in found)
                     self.window.add(time.monotonic(), reading)
@@ -58,12 +57,6 @@ class BalanceReader:
             except StatusUnavailable as error:
                 self.failure = str(error)
             self._asked_at = time.monotonic()
-
-    async def _sleeping(self) -> bool:
-        engine = engine_of(self._app)
-        with contextlib.suppress(Exception):  # what is wrong shows when the workers are asked
-            return bool(await asyncio.wait_for(engine.is_sleeping(), MAX_AGE_S))
-        return False
 
     def answer(self) -> dict[str, Any]:
         """The JSON of ``/moe/balance``; numbers of the window, ``null`` where it saw no token."""

@@ -11,6 +11,7 @@ newer model runner does); elsewhere they count, as do the batches of warm-up.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,8 +54,10 @@ def attach(layer: Any, *, exchanged: bool, scored: bool) -> bool:
     if not envs.load().balance:
         return False
     if COUNTERS not in layer._modules:
-        counters = balance.Counters(layer.global_num_experts, layer.w13_weight.device)
-        layer.add_module(COUNTERS, counters)
+        # Another thread's allocations stay out of the pool that sleep takes the memory of.
+        with ThreadPoolExecutor(1) as aside:
+            made = aside.submit(balance.Counters, layer.global_num_experts, layer.w13_weight.device)
+        layer.add_module(COUNTERS, made.result())
     _watched[layer] = _describe(layer, exchanged, scored)
     return True
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,12 +28,18 @@ def engine_of(app: FastAPI) -> Any:
 
 async def ask(app: FastAPI, method: str) -> list[Any]:
     """What every worker answers to ``method``; never waits longer than ENGINE_TIMEOUT_S."""
+    return await _bounded(compat.ask_every_rank(engine_of(app), method), method)
+
+
+async def sleeping(app: FastAPI) -> bool:
+    """Whether the engine gave its memory away or is paused."""
+    question = getattr(engine_of(app), "is_sleeping", None)
+    return question is not None and bool(await _bounded(question(), "is_sleeping"))
+
+
+async def _bounded(answer: Awaitable[Any], method: str) -> Any:
     try:
-        return await asyncio.wait_for(
-            compat.ask_every_rank(engine_of(app), method), timeout=ENGINE_TIMEOUT_S
-        )
-    except StatusUnavailable:
-        raise
+        return await asyncio.wait_for(answer, timeout=ENGINE_TIMEOUT_S)
     except asyncio.TimeoutError:
         raise StatusUnavailable(
             f"no answer from the engine in {ENGINE_TIMEOUT_S:.0f} s; it may be busy or stuck"
