@@ -29,7 +29,8 @@ def routers():
         (300, 256, deepseek),
         (300, 128, RouterSpec(8, "softmax", renormalize=True)),
         (300, 512, RouterSpec(10, "softmax")),
-        (3, 2304, RouterSpec(36, "sqrtsoftplus")),
+        (3, 256, RouterSpec(8, "sqrtsoftplus")),
+        (3, 2304, RouterSpec(36, "sigmoid")),
     ]:
         logits = torch.randn(tokens, experts)
         router_topk(logits, spec, logits[0])
