@@ -51,6 +51,10 @@ def test_tuned_files_are_in(wheel):
         assert f"moe_backend/tuned_configs/{path.name}" in names
 
 
+def test_the_balance_page_is_in(wheel):
+    assert "moe_backend/vllm_plugin/balance.html" in wheel.namelist()
+
+
 def test_entry_points(wheel):
     text = next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))
     points = wheel.read(text).decode()

@@ -30,7 +30,8 @@ def server(checkpoint, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     paths = os.pathsep.join(filter(None, [str(ROOT / "serve_examples"), os.getenv("PYTHONPATH")]))
     args = [*PLUGIN_ARGS, *GATEWAY, *SMALL]
-    with VllmServer(checkpoint, args, env={"PYTHONPATH": paths}, log=log) as running:
+    env = {"PYTHONPATH": paths, "MOE_BACKEND_BALANCE": "1"}
+    with VllmServer(checkpoint, args, env=env, log=log) as running:
         yield running
 
 

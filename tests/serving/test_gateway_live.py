@@ -2,6 +2,7 @@
 """The gateway on the real server: status, metrics, and the routes of the example."""
 
 import json
+import time
 
 import pytest
 
@@ -45,6 +46,30 @@ def test_the_examples_routes(client):
     page = client.get("/moe/")
     assert page.headers["content-type"].startswith("text/html")
     assert "model.layers.1.mlp.experts" in page.text
+
+
+def test_balance_counts_exactly_the_tokens_that_are_served(client, checkpoint):
+    """Compiled, through the API, without warm-up: prompt and all but the last sampled token."""
+    config = json.loads((checkpoint / "config.json").read_text())
+
+    def counted():
+        time.sleep(2.1)  # readings are not older than two seconds
+        text = client.get("/moe/metrics").text
+        found = metrics_of(text)
+        experts = {k: v for k, v in found.items() if k.startswith("moe_backend_expert_tokens_tot")}
+        layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+        assert len(experts) == layers * config["n_routed_experts"]
+        return sum(experts.values()) / config["num_experts_per_tok"] / layers
+
+    before = counted()
+    body = {"model": "tiny", "prompt": "abc def", "max_tokens": 6, "ignore_eos": True}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert counted() - before == usage["prompt_tokens"] + 5
+    answer = client.get("/moe/balance").json()
+    assert answer["enabled"] and answer["complete"] and answer["window_s"] > 0
+    for layer in answer["layers"]:
+        assert layer["imbalance"] >= 1 and 0.5 < layer["aux_loss"] < config["n_routed_experts"]
+    assert client.get("/moe/balance.html").headers["content-type"].startswith("text/html")
 
 
 def test_streaming_goes_on_while_the_status_is_asked(client):
