@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM end a command in order: every ``with`` is left, one line is said."""
+"""Ctrl-C, SIGTERM and a closed terminal end a command in order: every ``with`` is left."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from moe_backend.cli.console import fail
 
 
 class Terminated(BaseException):
-    """SIGTERM came; like KeyboardInterrupt, no handler of errors may swallow it."""
+    """A signal came; like KeyboardInterrupt, no handler of errors may swallow it."""
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    raise Terminated(number)
 
 
 @contextlib.contextmanager
 def ending(what_was_done: str) -> Iterator[None]:
-    """Turns an interruption into a message and the exit code 130 or 143, after the clean-up."""
+    """Turns an interruption into a message and the exit code 128 + signal, after the clean-up."""
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _raise) if main else None
+    before = {n: signal.signal(n, _raise) for n in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
         yield
     except KeyboardInterrupt:
         fail(f"interrupted; {what_was_done}", code=130)
-    except Terminated:
-        fail(f"terminated; {what_was_done}", code=143)
+    except Terminated as signalled:
+        fail(f"terminated; {what_was_done}", code=128 + signalled.args[0])
     finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

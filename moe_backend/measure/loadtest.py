@@ -28,6 +28,7 @@ from moe_backend.measure.server import (
 )
 from moe_backend.measure.vllm_bench import PERCENTILES, Load, run_bench
 
+GRACE_S = 5.0  # nothing is in flight when a server is stopped, or nobody waits for it any more
 SERVER_ARGS = ("--no-enable-prefix-caching",)
 LATENCIES = ("ttft_ms", "tpot_ms")
 # Whom the report belongs to, what it does, how far it is; a total of None is not known.
@@ -100,13 +101,18 @@ class ServerPool:
         return self
 
     def __exit__(self, *details: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for server in self._running.values():
+            server.ask_to_stop()
         self._stack.close()
+        self._running.clear()
 
     def get(self, side: Side) -> VllmServer:
         if side.name not in self._running:
             if not self._plan.together:
-                self._stack.close()
-                self._running.clear()
+                self._end()
             wanted = self._plan.sides if self._plan.together else (side,)
             # Started at the same time: a start is mostly one busy core and much waiting.
             for one in wanted:
@@ -119,7 +125,8 @@ class ServerPool:
     def _start(self, side: Side) -> VllmServer:
         log = self._logs / f"server-{side.name}.log" if self._logs else None
         args = [*SERVER_ARGS, *side.args]
-        server = VllmServer(side.model, args, env=side.env, log=log, on_stage=self._stage_of(side))
+        told = self._stage_of(side)
+        server = VllmServer(side.model, args, env=side.env, log=log, on_stage=told, grace=GRACE_S)
         self._stack.callback(server.stop)
         return server.start()
 

@@ -23,7 +23,7 @@ def world(monkeypatch):
     class Server:
         started_in, base_url = 3.0, "http://nowhere"
 
-        def __init__(self, model, args, *, env, log, on_stage):
+        def __init__(self, model, args, *, env, log, on_stage, grace):
             self.model, self.looks, self.on_stage = model, 0, on_stage
 
         def start(self):
@@ -43,6 +43,9 @@ def world(monkeypatch):
 
         def get_json(self, path):
             return {"active": True, "path": path}
+
+        def ask_to_stop(self):
+            pass
 
         def stop(self):
             up.discard(self.model)
