@@ -96,7 +96,7 @@ INPUTS = {
     "hidden": (lambda ep: dispatch(tokens(hidden=64), plain_routing(), ep), "found shape (4, 64)"),
     "dtype": (
         lambda ep: dispatch(tokens(dtype=torch.float32), plain_routing(), ep),
-        "expected contiguous torch.bfloat16, found torch.float32",
+        "expected torch.bfloat16, found torch.float32",
     ),
     "too many": (
         lambda ep: dispatch(tokens(9), plain_routing(9), ep),

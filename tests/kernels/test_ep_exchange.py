@@ -69,6 +69,8 @@ def test_the_layer_equals_one_process():
     ep, w, (x, r) = ExpertParallel(CONFIG, programs=3), expert_weights(EXPERTS, HIDDEN), tokens()
     out = ep_experts(x, r, w, ep)  # the reference runs the experts here
     assert relative_error(out, fused_experts(x, r, w)) < 3e-3
+    spread = torch.stack([x, x], 1)[:, 1]  # rows apart, as views of a fused tensor are
+    assert torch.equal(ep_experts(spread, r, w, ep), out)
     ep.check()
     ep.destroy()
     with pytest.raises(ValueError, match="was destroyed"):
