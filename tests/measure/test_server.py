@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever ends a server's owner, nothing of the server stays: a stand-in server, no vLLM."""
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from leaks import Traces, alive
 
 from moe_backend.measure import server as server_module
 from moe_backend.measure.server import ServerError, VllmServer
@@ -40,22 +39,8 @@ def notes_of(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def assert_nothing_left(notes: dict, port: int | None = None) -> None:
-    segment = Path("/dev/shm", notes["segment"])
-    deadline = time.monotonic() + 15
-    while (any(map(alive, notes["pids"])) or segment.exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in notes["pids"] if alive(pid)], "processes of the server live on"
-    assert not segment.exists(), "shared memory stayed"
-    if port is not None:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0, "the port is still open"
+def assert_nothing_left(notes: dict, port: int = 0) -> None:
+    assert not Traces(notes["pids"], {notes["segment"]}, port).left_after()
 
 
 def test_leaving_the_block_ends_all_even_daemons_that_left_the_session(fake):

@@ -87,14 +87,14 @@ def test_without_a_gpu_the_scripts_say_so():
 def test_vllm_knows_every_argument(script, words, monkeypatch):
     """A renamed option must not wait for the first user with eight GPUs."""
     pytest.importorskip("vllm")
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from moe_backend.cli.serve import full_arguments
 
     line = command_of(script, *words, MODEL="m")
     assert line[:3] == ["moe-backend", "serve", "m"]
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     parsed = parser.parse_args(full_arguments("m", line[3:], True))
     assert parsed.quantization == "tma_fp8" and parsed.model == "m"
 

@@ -4,14 +4,12 @@
 import os
 from pathlib import Path
 
-import httpx
 import pytest
 
 from moe_backend import envs
 from moe_backend.measure.checkpoint import write_checkpoint
 from moe_backend.measure.server import GATEWAY_ARGS, PLUGIN_ARGS, VllmServer
 
-pytest.importorskip("vllm")
 ROOT = Path(__file__).parents[2]
 GATEWAY = (*GATEWAY_ARGS[:2], "--middleware", "gateway.Gateway")  # serve_examples/gateway.py
 MODEL = "tiny"
@@ -37,6 +35,8 @@ def server(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def client(server):
+    import httpx
+
     with httpx.Client(base_url=server.base_url, timeout=120) as opened:
         yield opened
         assert opened.get("/health").status_code == 200, "the test left the server ill"

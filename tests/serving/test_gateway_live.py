@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.serving
 
 

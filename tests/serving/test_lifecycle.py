@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+from leaks import Traces, alive, traces_of
 
 from moe_backend.measure.checkpoint import write_checkpoint
 from moe_backend.measure.guard import children_of
 from moe_backend.measure.server import PLUGIN_ARGS, ServerError, VllmServer
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.serving
 sys.path.insert(0, str(Path(__file__).parent))
 
-from leaks import Traces, alive, traces_of  # noqa: E402
 from soak import turn  # noqa: E402
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.serving
 MODEL = "tiny"
 PROMPT = {"model": MODEL, "prompt": "the router gives each token to", "temperature": 0}
