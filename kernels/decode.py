@@ -115,8 +115,8 @@ def _decode_down_kernel(
     h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr, out_ptr,
     hidden, inter, num_global,
     SLOTS: tl.constexpr, REDUCE: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr,
-    ROWS: tl.constexpr, NARROW: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS columns of the output of SLOTS routes in a row (grid: columns, routes / SLOTS).
 
@@ -130,38 +130,26 @@ def _decode_down_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # what the loop needs beside the tiles, for all its steps at once
-    step = tl.arange(0, STEPS)
-    some = step < SLOTS * groups
-    route = first_route + tl.where(some, step // groups, 0)
-    expert = tl.load(ids_ptr + route)
-    expert = tl.where((expert >= 0) & (expert < num_global), expert, -1)
-    if MAPPED:
-        expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1)
-    live = some & (expert >= 0) & (expert < E)
-    expert = tl.where(live, expert, 0)
-    weight = tl.where(live & (step % groups == groups - 1), tl.load(weight_ptr + route), 0.0)
-    h_scale = tl.load(h_scale_ptr + route * groups + step % groups, mask=live, other=0.0)
-    at = (expert[None, :] * tl.cdiv(hidden, 128) + block[:, None]) * groups + (step % groups)[
-        None, :
-    ]
-    scale = tl.load(w_scale_ptr + at, mask=live[None, :], other=0.0) * h_scale[None, :]
-    present = live.to(tl.int32)
-    acc = tl.zeros((ROWS, NARROW), tl.float32)
     total = tl.zeros((ROWS, NARROW), tl.float32)
+    acc = tl.zeros((ROWS, NARROW), tl.float32)
+    only = _expert(ids_ptr, map_ptr, first_route, num_global, E, MAPPED)
     for i in tl.range(0, SLOTS * groups, num_stages=STAGES):
         k = i % groups
-        here = step == i
-        e = tl.sum(tl.where(here, expert, 0), axis=0)
-        h = h_desc.load([first_route + i // groups, k * 128])
+        route = first_route + i // groups
+        e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED) if REDUCE else only
+        live = e >= 0
+        e = tl.maximum(e, 0)
+        w_scale = tl.load(w_scale_ptr + (e * tl.cdiv(hidden, 128) + block) * groups + k)
+        h_scale = tl.load(h_scale_ptr + route * groups + k)
+        h = h_desc.load([route, k * 128])
         w = w_desc.load([e * hidden + first_row, k * 128])
-        now = tl.sum(tl.where(here[None, :], scale, 0.0), axis=1)
-        product = tl.dot(w, h.T) * now[:, None]
-        acc += tl.where(tl.sum(tl.where(here, present, 0), axis=0) > 0, product, 0.0)
+        acc += tl.where(live, tl.dot(w, h.T) * (w_scale * h_scale)[:, None], 0.0)
         if REDUCE:
+            weight = tl.load(weight_ptr + route)
+            last = k == groups - 1
             y = acc.to(tl.bfloat16).to(tl.float32)
-            total += tl.sum(tl.where(here, weight, 0.0), axis=0) * y
-            acc = tl.where(k == groups - 1, 0.0, acc)
+            total += tl.where(live & last, weight, 0.0) * tl.where(last, y, 0.0)
+            acc = tl.where(last, 0.0, acc)
     if not REDUCE:
         total = acc
     mine = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, total, 0.0), axis=1)
@@ -262,15 +250,14 @@ def decode_down(
     hidden, inter = w2.weights.shape[1:]
     num_tokens, top_k = w2.topk_ids.shape
     columns = triton.cdiv(hidden, _ROWS)
-    reduces = top_k == 1 or (columns >= 96 and num_tokens <= 2)
+    reduces = columns >= 96 and num_tokens <= 2
     slots = top_k if reduces else 1
-    stages = 14 if reduces else 4
+    stages = 14 if reduces else 6  # half of them hide the expert's id, which comes first
     target = out if reduces else out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
     _decode_down_kernel[(columns, num_tokens * top_k // slots)](
         TensorDescriptor.from_tensor(rows.h, [_NARROW, 128]), w2.descriptor(), rows.scale, w2.scale,
         w2.topk_ids, w2.expert_map, topk_weights, shared, target, hidden, inter, w2.num_global,
-        SLOTS=slots, REDUCE=reduces, ROWS=_ROWS, NARROW=_NARROW,
-        STEPS=max(2, triton.next_power_of_2(slots * triton.cdiv(inter, 128))), STAGES=stages,
+        SLOTS=slots, REDUCE=reduces, ROWS=_ROWS, NARROW=_NARROW, STAGES=stages,
         SHARED=reduces and shared is not None, num_stages=stages, **w2.common(pdl),
     )  # fmt: skip
     if not reduces:

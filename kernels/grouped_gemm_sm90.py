@@ -91,7 +91,8 @@ class Pair:
 class Target:
     """Where results go: by TMA, or by plain stores from tiles that the consumers share."""
 
-    desc: tma.tensor_descriptor
+    desc: tma.tensor_descriptor  # 64 rows
+    strip_desc: tma.tensor_descriptor  # 16 rows, plain only
     ptr: gl.tensor
     scale_ptr: gl.tensor  # [width / 128, num_rows], fused only
     width: gl.tensor
@@ -101,8 +102,9 @@ class Target:
     LIMITED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, ptr, scale_ptr, width, num_rows, alpha, limit, LIMITED):
+    def __init__(self, desc, strip_desc, ptr, scale_ptr, width, num_rows, alpha, limit, LIMITED):
         self.desc = desc
+        self.strip_desc = strip_desc
         self.ptr = ptr
         self.scale_ptr = scale_ptr
         self.width = width
@@ -476,7 +478,7 @@ def _half_tile(
 
 @gluon.jit
 def _block_tile(
-    dst, out, ring, work, stage, phase, row_tile, column_tile, w, w_ptr,
+    dst, out, ring, work, stage, phase, row_tile, column_tile, w, w_ptr, valid,
     CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
@@ -488,7 +490,17 @@ def _block_tile(
         stage, phase = ring.next(stage, phase)
     column = column_tile * 256 + CONSUMER * 128
     # the second buffer: a whole tile begins with the first and lets one store be pending
-    _put(dst.desc, out.index(1), acc.to(gl.bfloat16), row_tile * 128, column, 0)
+    buffer = out.index(1)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    buffer.store(acc.to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in gl.static_range(4):
+        if valid > i * 16:  # padding is not written: memory traffic is what these tiles cost
+            tma.async_copy_shared_to_global(
+                dst.strip_desc, [row_tile * 128 + i * 16, column], buffer.slice(i * 16, 16, 0)
+            )
     return stage, phase
 
 
@@ -527,7 +539,7 @@ def _consume(
         else:
             stage, phase = _block_tile(
                 dst, out, ring, work, stage, phase, row_tile, column_tile,
-                w0 if CONSUMER == 0 else w1, w0_ptr if CONSUMER == 0 else w1_ptr,
+                w0 if CONSUMER == 0 else w1, w0_ptr if CONSUMER == 0 else w1_ptr, valid,
                 CONSUMER, GATHER, TURNS,
             )  # fmt: skip
         # The next tile's first scales arrive during this tile's epilogue.
@@ -543,7 +555,7 @@ def _consume(
 
 @gluon.jit
 def _sm90_kernel(
-    a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, c_ptr, c_scale_ptr, b_scale_ptr,
+    a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, strip_desc, c_ptr, c_scale_ptr, b_scale_ptr,
     tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr,
     num_rows, width, top_k, first_block, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, COLUMN_TILES: gl.constexpr, STAGES: gl.constexpr,
@@ -577,7 +589,7 @@ def _sm90_kernel(
     fence_async_shared()
     gl.thread_barrier()
     num_tiles = gl.load(num_tiles_ptr)
-    dst = Target(c_desc, c_ptr, c_scale_ptr, width, num_rows, alpha, limit, LIMITED)
+    dst = Target(c_desc, strip_desc, c_ptr, c_scale_ptr, width, num_rows, alpha, limit, LIMITED)
     work = Work(
         tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block,
         N, K, COLUMN_TILES, FUSED,
@@ -635,15 +647,17 @@ def _launch(
             f"found {plan.align} rows, N {n}, K {k}"
         )
     b = TensorDescriptor.from_tensor(x.b.view(-1, k), [128, 128], _FP8)
-    out = TensorDescriptor.from_tensor(c, [64, 128], _FP8 if fused else _BF16)
+    out, strip = (
+        TensorDescriptor.from_tensor(c, [rows, 128], _FP8 if fused else _BF16) for rows in (64, 16)
+    )
     a_desc = s_desc = None
     if not x.by_token:
         a_desc = TensorDescriptor.from_tensor(x.a, [64, 128], _FP8)
         s_desc = TensorDescriptor.from_tensor(x.a_scale.view(-1), [128], _FP32)
     width = n // 2 if fused else c.shape[1]
-    limit = options.limit or 0.0
+    limit, scales = options.limit or 0.0, c_scale if fused else x.b_scale  # the latter unused
     _sm90_kernel[(_num_sms(x.a.device),)](
-        a_desc, x.a, b, s_desc, x.a_scale, out, c, c_scale if fused else x.b_scale, x.b_scale,
+        a_desc, x.a, b, s_desc, x.a_scale, out, strip, c, scales, x.b_scale,
         plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
         plan.num_rows, c.shape[1], plan.route_row.shape[1], options.first_block,
         options.alpha, limit, N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256),

@@ -13,7 +13,7 @@ import torch
 
 from moe_backend import envs
 from moe_backend.tuning import schema
-from moe_backend.tuning.heuristics import heuristic
+from moe_backend.tuning.heuristics import expected_rows, heuristic
 from moe_backend.types import ExpertWeights, KernelConfig, MoEShape
 
 LOAD_PROFILE = "uniform"  # what serving looks up; others are for study
@@ -90,7 +90,7 @@ def _select(
     found = [
         (path, entry)
         for path, entry in _entries(device, paths)
-        if entry.shape.moe_shape() == shape and entry.load == load
+        if _weights(entry.shape.moe_shape()) == _weights(shape) and entry.load == load
     ]
     if not found:
         return Selection(
@@ -98,17 +98,32 @@ def _select(
             "heuristic",
             f"no entry for this layer on {device} in {', '.join(map(str, paths)) or 'no file'}",
         )
-    # the first file wins a tie: min() keeps the earliest
-    path, best = min(found, key=lambda pe: abs(math.log2(pe[1].tokens / max(num_tokens, 1))))
+
+    def distance(candidate: tuple[Path, schema.Entry]) -> tuple[float, bool]:
+        """In routes that stay on the rank, which is what decides; the same layer wins a tie."""
+        entry = candidate[1]
+        theirs = expected_rows(entry.shape.moe_shape(), entry.tokens)[0]
+        mine = expected_rows(shape, max(num_tokens, 1))[0]
+        return abs(math.log2(theirs / mine)), entry.shape.moe_shape() != shape
+
+    path, best = min(found, key=distance)  # the first file wins a further tie
     config = best.config.kernel_config()
-    if best.tokens == num_tokens:
+    same = best.shape.moe_shape() == shape
+    if same and best.tokens == num_tokens:
         return Selection(config, "exact", f"{path.name}: measured at {num_tokens} tokens")
-    if config.direct and num_tokens > best.tokens:
+    routes, theirs = num_tokens * shape.top_k, best.tokens * best.shape.top_k
+    if config.direct and routes > 1.5 * theirs:  # it walks every route, absent ones too
         return Selection(
             heuristic(shape, num_tokens),
             "heuristic",
             f"{path.name}: the nearest entry, {best.tokens} tokens, is only for fewer",
         )
+    other = "" if same else f" of a layer with the same weights on a rank, top-{best.shape.top_k}"
     return Selection(
-        config, "bucket", f"{path.name}: nearest measured size is {best.tokens} tokens"
+        config, "bucket", f"{path.name}: nearest measured size is {best.tokens} tokens{other}"
     )
+
+
+def _weights(shape: MoEShape) -> tuple[int, int, int]:
+    """What two layers must share for one's tiles to suit the other."""
+    return shape.num_local_experts, shape.hidden, shape.intermediate

@@ -39,9 +39,18 @@ def test_exact_then_bucket_then_heuristic(files):
     assert (exact.source, exact.config.align) == ("exact", 32)
     near = selection.select(SHAPE, 700, DEVICE)
     assert (near.source, near.config.align) == ("bucket", 64) and "1024" in near.reason
-    other = selection.select(MoEShape(64, 64, 1024, 256, 5), 64, DEVICE)
+    other = selection.select(MoEShape(64, 64, 1024, 384, 4), 64, DEVICE)
     assert other.source == "heuristic" and "no entry" in other.reason
-    assert other.config == heuristic(MoEShape(64, 64, 1024, 256, 5), 64)
+    assert other.config == heuristic(MoEShape(64, 64, 1024, 384, 4), 64)
+
+
+def test_a_rank_of_expert_parallelism_uses_entries_of_its_weights(files):
+    """What decides is how many routes stay on the rank, not how many tokens there are."""
+    files(entry(64, 32), entry(1024, 64))
+    spread = MoEShape(512, 64, 1024, 256, 4, ep_size=8)  # an eighth of the routes stays
+    found = selection.select(spread, 8192, DEVICE)
+    assert (found.source, found.config.align) == ("bucket", 64)
+    assert "same weights on a rank" in found.reason
 
 
 def test_the_direct_path_is_never_stretched(files):
