@@ -24,6 +24,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config": ("VllmConfig", "get_current_vllm_config_or_none"),
     "vllm.distributed": ("get_ep_group", "get_tensor_model_parallel_rank"),
     "vllm.envs": ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY",),
+    "vllm.distributed.parallel_state": ("get_dcp_group",),
     "vllm.forward_context": ("get_forward_context", "is_forward_context_available"),
     "vllm.logger": ("init_logger",),
     "vllm.platforms": ("current_platform",),
@@ -188,18 +189,35 @@ def tensor_parallel_rank() -> int:
     return get_tensor_model_parallel_rank()
 
 
-def padding_mask(num_tokens: int) -> Any | None:
-    """Bool [num_tokens] on the device, true for rows that only pad the batch to a graph's size.
+def slots_tell_padding() -> bool:
+    """False where a token's KV slot may lie on another rank, which looks like no slot at all."""
+    from vllm.distributed.parallel_state import get_dcp_group
 
-    Its storage is the engine's own, refilled before every step, so a graph may read it. None where
-    the engine keeps no such mask: its older model runner does not, whatever the version.
+    return get_dcp_group().world_size == 1
+
+
+def padding_mask(num_tokens: int) -> Any | None:
+    """Bool [num_tokens] on the device, true for rows that are no token: those that pad a batch to
+    a graph's size, a data-parallel rank's idle steps, warm-up. None where the engine does not say.
+
+    Its newer model runner keeps the mask; the older one gives such rows no slot in the KV cache.
+    Either lies in buffers that are refilled before every step, so a graph may read it.
     """
+    import torch
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     if not is_forward_context_available():
         return None
-    mask = getattr(get_forward_context(), "is_padding", None)
-    return None if mask is None or mask.shape[0] < num_tokens else mask[:num_tokens]
+    context = get_forward_context()
+    mask = getattr(context, "is_padding", None)
+    if mask is None:
+        slots = context.slot_mapping
+        for one in {id(s): s for s in slots.values()}.values() if isinstance(slots, dict) else ():
+            mask = one < 0 if mask is None else mask & (one < 0)
+    if mask is None:
+        return None
+    missing = num_tokens - mask.shape[0]
+    return torch.nn.functional.pad(mask, (0, missing), value=True) if missing else mask
 
 
 async def ask_every_rank(engine: Any, method: str) -> list[Any]:

@@ -5,8 +5,9 @@ Off, a layer has no counters and runs exactly what it ran before. On, it counts 
 device (see moe_backend/balance.py); ``moe_balance()`` of a worker reads the counters, between two
 steps. A reload and sleep keep them: they are named buffers that no checkpoint fills.
 
-Rows that pad a batch to a captured graph's size are left out where the engine marks them (its
-newer model runner does); elsewhere they count, as do the batches of warm-up.
+Rows that are no token (padding to a captured graph's size, idle steps of a data-parallel rank,
+warm-up) are left out where the engine tells them apart; where its own all-to-all has mixed the rows
+of all ranks, they count.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ class Watched:
     source: str  # whose tokens this rank counts: readings of one source are the same
     num_sources: int
     speaks: bool  # False where another rank of this engine reports the same tokens
-    masked: bool  # the engine's padding mask lies as this layer's tokens do
     physical: bool  # ids are those of copies of experts
     scored: bool  # the layer sees logits
 
@@ -59,6 +59,10 @@ def attach(layer: Any, *, exchanged: bool, scored: bool) -> bool:
             made = aside.submit(balance.Counters, layer.global_num_experts, layer.w13_weight.device)
         layer.add_module(COUNTERS, made.result())
     _watched[layer] = _describe(layer, exchanged, scored)
+    # Whether the engine's mask lies as the rows do that this layer sees.
+    moe = layer.moe_config
+    local = (exchanged or not travels(moe)) and not moe.is_sequence_parallel
+    layer.moe_balance_masked = local and compat.slots_tell_padding()
     return True
 
 
@@ -78,10 +82,24 @@ def _describe(layer: Any, exchanged: bool, scored: bool) -> Watched:
         source=source,
         num_sources=sources,
         speaks=speaks,
-        masked=(own or not travels(moe)) and not moe.is_sequence_parallel,
         physical=parallel.enable_eplb,
         scored=scored,
     )
+
+
+@ops.operator(
+    "observe_engine_batch(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? counts, "
+    "Tensor? logits, bool masked, int top_k, str score) -> ()"
+)
+def observe_engine_batch(tokens, scores, ids, counts, logits, masked, top_k, score):
+    # Inside an operator: a compiler that traces the layer must not see the engine's context.
+    padding = compat.padding_mask(ids.shape[0]) if masked else None
+    balance.observe_balance(tokens, scores, ids, counts, logits, padding, top_k, score)
+
+
+@torch.library.register_fake("moe_backend::observe_engine_batch")
+def _(*_args):
+    return None
 
 
 def observe(
@@ -92,15 +110,16 @@ def observe(
     spec: RouterSpec | None = None,
 ) -> None:
     """Counts a batch of a layer that ``attach`` answered True for."""
-    # On a CPU the compiler traces this, and the engine pads nothing there.
-    masked = ids.is_cuda and _watched[layer].masked
-    balance.observe(
-        getattr(layer, COUNTERS),
+    counters, masked = getattr(layer, COUNTERS), layer.moe_balance_masked
+    torch.ops.moe_backend.observe_engine_batch(
+        counters.tokens,
+        counters.scores,
         ids,
-        counts=counts,
-        logits=logits,
-        spec=spec,
-        padding=compat.padding_mask(ids.shape[0]) if masked else None,
+        counts,
+        logits,
+        masked,
+        ids.shape[1],
+        spec.score if spec else "softmax",
     )
 
 

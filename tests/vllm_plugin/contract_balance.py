@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.forward_context import set_forward_context
 
 from moe_backend import RouterSpec, balance, reference
-from moe_backend.vllm_plugin import exchange, live_balance, status
+from moe_backend.vllm_plugin import compat, exchange, live_balance, status
 
 SPEC = RouterSpec(2, "sigmoid", 4, 2, 2, True)
 
@@ -66,11 +66,39 @@ def balance_counts_what_is_routed(engine):
         wanted += ids.flatten().long().bincount(minlength=8)
         s = logits.sigmoid()
         scores += (s / s.sum(-1, keepdim=True)).sum(0, dtype=torch.float64)
-    assert operators.seen == ["router_topk", "observe_balance", "fused_experts"]
+    assert operators.seen == ["router_topk", "observe_engine_batch", "fused_experts"]
     row = reading(runner)
     assert row["tokens"] == wanted.tolist() and row["top_k"] == 2 and not row["physical"]
     torch.testing.assert_close(torch.tensor(row["scores"]).double(), scores, rtol=1e-6, atol=0)
     assert (row["source"], row["num_sources"]) == ("all", 1)
+
+
+@check
+def balance_leaves_out_rows_that_are_no_token(engine):
+    """Padding of a captured batch, idle steps of a data-parallel rank and warm-up have no slot."""
+    runner = counting(engine, DEEPSEEK_V3, bias=torch.rand(8))
+    x, logits = inputs(DEEPSEEK_V3, tokens=6)
+
+    def counted(slots):
+        before = sum(reading(runner)["tokens"])
+        with set_forward_context(None, engine.config, num_tokens=6, slot_mapping=slots):
+            runner(x, logits)
+        return (sum(reading(runner)["tokens"]) - before) // 2
+
+    some, none = torch.tensor([7, 8, 0, -1, 3, -1]), torch.full((6,), -1)
+    assert counted(None) == counted({}) == 6
+    assert counted({"a": some, "b": some}) == 4 and counted({"a": none}) == 0
+    assert counted({"a": none, "b": some}) == 4, "a group of caches without slots"
+    assert counted({"a": some[:3]}) == 3 and counted({"a": torch.arange(9)}) == 6
+    scores = torch.tensor(reading(runner)["scores"])
+    assert abs(float(scores.sum()) - (12 + 4 + 4 + 3 + 6)) < 1e-3
+    live_balance.compat.slots_tell_padding, original = lambda: False, compat.slots_tell_padding
+    try:  # context parallelism: a slot may lie on another rank
+        with environment(MOE_BACKEND_BALANCE="1"):
+            live_balance.attach(runner.routed_experts, exchanged=False, scored=True)
+        assert counted({"a": none}) == 6
+    finally:
+        live_balance.compat.slots_tell_padding = original
 
 
 @check
