@@ -84,3 +84,17 @@ def test_layers_of_equal_size_are_readied_once(monkeypatch, subject):
         readiness.make_ready(replace(subject, name=name))
     readiness.make_ready(replace(subject, spec=replace(subject.spec, scale=1.0)))
     assert [one.name for one in done] == ["a", "model.layers.3.mlp.experts"]
+
+
+def test_samples_stay_in_range_while_the_engine_loads_in_bf16(subject, monkeypatch):
+    """Under a bf16 default dtype, 8,191 as a default float is 8,192: one past the last row."""
+    most = 8192
+    large = replace(subject, max_tokens=most)
+    monkeypatch.setattr(readiness.Subject, "run", lambda self, x, logits: torch.zeros_like(x))
+    monkeypatch.setattr(readiness.Subject, "oracle", lambda self, x, logits: torch.zeros_like(x))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        readiness.self_test(large)
+    finally:
+        torch.set_default_dtype(before)
