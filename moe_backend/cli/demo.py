@@ -28,7 +28,7 @@ def command(
         fail(f"vLLM cannot be imported ({error}); run `make demo`, which installs it")
     from moe_backend.measure.demo import run_demo
     from moe_backend.measure.parity import ParityError
-    from moe_backend.measure.report import write_report
+    from moe_backend.measure.report import finite, write_report
 
     out = out.absolute()
     try:
@@ -40,7 +40,7 @@ def command(
     except (ServerError, LoadError, ParityError, OSError) as error:
         fail(f"{error}\nEvery server is stopped; their logs are in {out}.", code=1)
     if json_:
-        emit_json(_summary(report, paths))
+        emit_json(finite(_summary(report, paths)))
     else:
         _show(report, paths)
     if not report["parity"]["passed"]:
@@ -51,18 +51,13 @@ def _summary(report: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     load, parity = report["load"], report["parity"]
     return {
         "parity": {"passed": parity["passed"], "checks": parity["checks"]},
-        "results": [row | {"rate": _word(row["rate"])} for row in load["results"]],
-        "ratios": [row | {"rate": _word(row["rate"])} for row in load["ratios"]],
+        "results": load["results"],
+        "ratios": load["ratios"],
         "status": report["status"],
         "environment": report["environment"],
         "seconds": report["seconds"],
         "files": {name: str(path) for name, path in paths.items()},
     }
-
-
-def _word(rate: float) -> float | str:
-    """JSON knows no infinity."""
-    return "inf" if rate == float("inf") else rate
 
 
 def _show(report: dict[str, Any], paths: dict[str, Path]) -> None:

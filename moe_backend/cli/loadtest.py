@@ -58,11 +58,12 @@ def command(
         fail(f"{error}\nThe servers' logs are in {out.absolute()}.", code=1)
     except (ValueError, OSError) as error:
         fail(str(error))
-    from moe_backend.measure.report import write_report
+    from moe_backend.measure.report import finite, write_report
 
     paths = write_report(out, report)
     if json_:
-        emit_json({**report["load"], "files": {k: str(v) for k, v in paths.items()}})
+        files = {name: str(path) for name, path in paths.items()}
+        emit_json(finite({**report["load"], "status": report["status"], "files": files}))
     else:
         from moe_backend.cli.tables import load_table
 

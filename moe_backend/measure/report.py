@@ -61,16 +61,16 @@ def write_report(folder: Path, report: dict[str, Any]) -> dict[str, Path]:
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
     paths["html"].write_text(page)
-    paths["json"].write_text(json.dumps(_finite(report), indent=2, default=str) + "\n")
+    paths["json"].write_text(json.dumps(finite(report), indent=2, default=str) + "\n")
     return paths
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no infinity: the rate "all at once" is written as the word that options take."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return "inf" if value == float("inf") else value
 
 

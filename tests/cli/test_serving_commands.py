@@ -108,3 +108,19 @@ def test_a_demo_that_fails_says_why(monkeypatch, tmp_path, error, code, said):
 def test_every_command_explains_itself(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0 and "--json" in result.output
+
+
+def test_loadtest_json_is_json_though_a_rate_is_infinite(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from moe_backend.cli import loadtest
+    from moe_backend.measure.loadtest import Plan, Run, default_side, plugin_side, summarise
+
+    def measured(model, compare, compare_model, loads, options, out, progress):
+        plan = Plan((default_side("a"), plugin_side("b")), loads, options["rounds"])
+        runs = [Run(s.name, x.rate, n, [9.0], [1.0], 5.0, 1.0) for s, x, n in plan.turns()]
+        return {"title": "t", "load": summarise(plan, runs), "status": None}
+
+    monkeypatch.setattr(loadtest, "_run", measured)
+    words = ["--model", "m", "--rate", "2", "--rate", "inf", "--out", str(tmp_path), "--json"]
+    data = json.loads(invoke("loadtest", *words).stdout, parse_constant=lambda w: pytest.fail(w))
+    assert [entry["rate"] for entry in data["ratios"]] == [2.0, "inf"]
