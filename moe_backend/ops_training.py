@@ -21,6 +21,14 @@ def on_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def eager() -> bool:
+    """Whether an operator's body may be called in its place, half of whose cost is dispatch.
+
+    Not while torch.compile traces or a mode (fake tensors, functionalisation) wants to see it.
+    """
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
 def _none(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0)
 

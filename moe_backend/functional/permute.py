@@ -19,11 +19,10 @@ from moe_backend.functional.checks import (
     expect_float,
     expect_shape,
 )
-from moe_backend.functional.permute_grad import Permute, SortChunks, Unpermute
+from moe_backend.functional.permute_grad import Permute, SortChunks, Unpermute, operators
 from moe_backend.support import MAX_EXPERTS
 from moe_backend.types import BLOCK, FP8, cdiv
 
-_operators = torch.ops.moe_backend
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -243,7 +242,7 @@ def _sources(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.T
         expect("split_sizes", total <= inp.shape[0], f"at most {inp.shape[0]} rows", total)
     sizes = split_sizes.to(inp.device, non_blocking=True)
     order = sorted_index.to(inp.device, non_blocking=True)
-    return _operators.chunk_sources(sizes, order, inp.shape[0])
+    return operators().chunk_sources(sizes, order, inp.shape[0])
 
 
 def moe_sort_chunks_by_index(

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_backend import ops_permute as _ops  # noqa: F401  (defines the operators)
+from moe_backend import ops_permute, ops_training
 from moe_backend.types import FP8
 
-_operators = torch.ops.moe_backend
+
+def operators():
+    """The operators, or their bodies where nothing has to see the operators."""
+    return ops_permute if ops_training.eager() else torch.ops.moe_backend
 
 
 class Permute(torch.autograd.Function):
@@ -16,12 +19,12 @@ class Permute(torch.autograd.Function):
     def forward(ctx, x, probs, scale, routing_map, num_experts, align, capacity):
         """``num_experts`` is 0 for a mask, whose columns say it."""
         if num_experts:
-            row_map, offsets, pads, targets = _operators.row_map(routing_map, num_experts, align)
-            out = _operators.permute_rows(
+            row_map, offsets, pads, targets = operators().row_map(routing_map, num_experts, align)
+            out = operators().permute_rows(
                 x, row_map, num_experts, capacity, offsets, None, scale, probs
             )
         else:
-            *out, row_map, pads, targets = _operators.permute_mask(
+            *out, row_map, pads, targets = operators().permute_mask(
                 x, routing_map, align, capacity, scale, probs
             )
         ctx.save_for_backward(row_map, pads)
@@ -38,7 +41,7 @@ class Permute(torch.autograd.Function):
         if grad is None and moved is None:
             return (None,) * 7
         rows = moved.new_empty(moved.shape[0], 0) if grad is None else grad
-        grad_x, grad_probs = _operators.unpermute_rows(
+        grad_x, grad_probs = operators().unpermute_rows(
             rows, row_map, ctx.num_experts, None, pad_offsets, moved
         )
         grad_x = None if grad is None else grad_x
@@ -48,7 +51,7 @@ class Permute(torch.autograd.Function):
 class Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, row_map, pad_offsets, num_experts):
-        out, _ = _operators.unpermute_rows(rows, row_map, num_experts, weight, pad_offsets, None)
+        out, _ = operators().unpermute_rows(rows, row_map, num_experts, weight, pad_offsets, None)
         ctx.save_for_backward(None if weight is None else rows, weight, row_map, pad_offsets)
         ctx.num_experts, ctx.capacity = num_experts, rows.shape[0]
         return out
@@ -57,11 +60,11 @@ class Unpermute(torch.autograd.Function):
     def backward(ctx, grad):
         rows, weight, row_map, pads = ctx.saved_tensors
         if weight is None:
-            grad_rows, _, _ = _operators.permute_rows(
+            grad_rows, _, _ = operators().permute_rows(
                 grad, row_map, ctx.num_experts, ctx.capacity, None, pads, None, None
             )
             return grad_rows, None, None, None, None
-        grads = _operators.unpermute_rows_backward(
+        grads = operators().unpermute_rows_backward(
             grad, rows, row_map, ctx.num_experts, weight, pads
         )
         return (*grads, None, None, None)
@@ -70,7 +73,7 @@ class Unpermute(torch.autograd.Function):
 class SortChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inp, probs, source):
-        out, out_probs = _operators.sort_chunks(inp, source, probs, False)
+        out, out_probs = operators().sort_chunks(inp, source, probs, False)
         ctx.save_for_backward(source)
         ctx.probs = probs is not None
         if inp.dtype is FP8:
@@ -85,7 +88,7 @@ class SortChunks(torch.autograd.Function):
         if grad is None and moved is None:
             return None, None, None
         rows = moved.unsqueeze(1) if grad is None else grad
-        grad_inp, grad_probs = _operators.sort_chunks(
+        grad_inp, grad_probs = operators().sort_chunks(
             rows, source, None if grad is None else moved, True
         )
         if grad is None:

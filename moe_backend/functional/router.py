@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from moe_backend import ops_training as _ops  # noqa: F401  (defines the operators)
+from moe_backend import ops_training
 from moe_backend.functional.checks import (
     INTEGERS,
     expect,
@@ -17,7 +17,9 @@ from moe_backend.functional.checks import (
 )
 from moe_backend.types import SCORES
 
-_operators = torch.ops.moe_backend
+
+def _operators():
+    return ops_training if ops_training.eager() else torch.ops.moe_backend
 
 
 class RoutingMapFormat(IntEnum):
@@ -68,20 +70,24 @@ def _check_indices(indices: torch.Tensor, shape: tuple[int, int], device: torch.
 class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, bias, indices, want_map, want_bits, *spec):
-        probs, byte_map, bits = _operators.router_dense(
+        probs, byte_map, bits = _operators().router_dense(
             logits, bias, indices, want_map, want_bits, *spec
         )
         routing_map = bits if want_bits else byte_map
         ctx.mark_non_differentiable(routing_map)
         ctx.save_for_backward(logits, routing_map)
+        ctx.set_materialize_grads(False)  # no zeros for the map's gradient
         ctx.spec = spec
         return probs, routing_map
 
     @staticmethod
     def backward(ctx, grad, _):
+        none = [None] * (4 + len(ctx.spec))
+        if grad is None:
+            return None, *none
         logits, routing_map = ctx.saved_tensors
-        grad = _operators.router_dense_backward(grad, logits, routing_map, *ctx.spec)
-        return (grad, *([None] * (4 + len(ctx.spec))))
+        grad = _operators().router_dense_backward(grad, logits, routing_map, *ctx.spec)
+        return grad, *none
 
 
 def fused_topk_with_score_function(
@@ -142,16 +148,19 @@ def fused_topk_with_score_function(
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, topk, score_function, bits):
-        scores, routing_map = _operators.router_scores(logits, topk, score_function, bits)
+        scores, routing_map = _operators().router_scores(logits, topk, score_function, bits)
         ctx.mark_non_differentiable(routing_map)
         ctx.save_for_backward(logits)
+        ctx.set_materialize_grads(False)
         ctx.spec = topk, score_function
         return routing_map, scores
 
     @staticmethod
     def backward(ctx, _, grad):
+        if grad is None:
+            return None, None, None, None
         (logits,) = ctx.saved_tensors
-        return _operators.router_scores_backward(grad, logits, *ctx.spec), None, None, None
+        return _operators().router_scores_backward(grad, logits, *ctx.spec), None, None, None
 
 
 def fused_compute_score_for_moe_aux_loss(
@@ -179,14 +188,14 @@ def fused_compute_score_for_moe_aux_loss(
 class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, probs, tokens_per_expert, total, tokens, factor):
-        state = _operators.aux_loss(probs, tokens_per_expert, total, tokens, factor)
+        state = _operators().aux_loss(probs, tokens_per_expert, total, tokens, factor)
         ctx.save_for_backward(state, tokens_per_expert, probs)
         return state[0]
 
     @staticmethod
     def backward(ctx, grad):
         state, tokens_per_expert, probs = ctx.saved_tensors
-        grad = _operators.aux_loss_backward(grad, state, tokens_per_expert, probs)
+        grad = _operators().aux_loss_backward(grad, state, tokens_per_expert, probs)
         return grad, None, None, None, None
 
 
