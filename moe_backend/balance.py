@@ -23,7 +23,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from moe_backend import ops_training  # noqa: F401  (defines router_scores and aux_loss)
+from moe_backend import (
+    ops_training,  # noqa: F401  (defines aux_loss)
+    reference_training,
+)
 from moe_backend.ops import operator
 from moe_backend.types import RouterSpec
 
@@ -51,46 +54,57 @@ class Counters(torch.nn.Module):
 
 
 @operator(
-    "observe_balance(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? counts, "
-    "Tensor? logits, Tensor? padding, int top_k, str score) -> ()"
+    "observe_balance(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? logits, "
+    "Tensor? padding, str score) -> ()"
 )
-def observe_balance(tokens, scores, ids, counts, logits, padding, top_k, score):
-    if counts is not None and padding is None:
-        tokens.add_(counts)
+def observe_balance(tokens, scores, ids, logits, padding, score):
+    if tokens.is_cuda:
+        from moe_backend.kernels.balance_sums import balance_sums
+
+        balance_sums(tokens, scores, ids, logits, padding, score)
     else:
-        real = (ids >= 0) & (ids < tokens.numel())
-        if padding is not None:
-            real &= ~padding[:, None]
-        where = torch.where(real, ids, 0).flatten().long()
-        tokens.scatter_add_(0, where, real.flatten().long())
-    if logits is not None:
-        found, _ = torch.ops.moe_backend.router_scores(logits, top_k, score, False)
-        if padding is not None:
-            found.masked_fill_(padding[:, None], 0.0)
-        # A token with NaN logits adds nothing here, or no sum would ever be a number again.
-        scores.add_(found.nansum(0, dtype=torch.float64))
+        add_in_torch(tokens, scores, ids, logits, padding, score)
 
 
 @torch.library.register_fake("moe_backend::observe_balance")
-def _(tokens, scores, ids, counts, logits, padding, top_k, score):
+def _(tokens, scores, ids, logits, padding, score):
     return None
+
+
+def add_in_torch(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    logits: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    score: str,
+) -> None:
+    """What kernels/balance_sums.py does."""
+    real = (ids >= 0) & (ids < tokens.numel())
+    if padding is not None:
+        real &= ~padding[:, None]
+    tokens.scatter_add_(0, torch.where(real, ids, 0).flatten().long(), real.flatten().long())
+    if logits is not None:
+        found, _ = reference_training.router_scores(logits, ids.shape[1], score)
+        if padding is not None:
+            found = found.masked_fill(padding[:, None], 0.0)
+        # A token with NaN logits adds nothing here, or no sum would ever be a number again.
+        scores.add_(found.nansum(0, dtype=torch.float64))
 
 
 def observe(
     counters: Counters,
     ids: torch.Tensor,
     *,
-    counts: torch.Tensor | None = None,
     logits: torch.Tensor | None = None,
     spec: RouterSpec | None = None,
     padding: torch.Tensor | None = None,
 ) -> None:
-    """Adds one batch. No host sync; capturable.
+    """Adds one batch: one launch, no host sync, capturable.
 
     Args:
         counters: of the layer.
         ids: ``[num_tokens, top_k]`` chosen experts; ids out of range, like −1, do not count.
-        counts: ``[num_experts]`` histogram of ``ids``, if the router gave one.
         logits: ``[num_tokens, num_experts]``, with ``spec``; without them there is no aux loss.
         spec: how the scores are made of the logits.
         padding: ``[num_tokens]`` bool, true for rows that are no token.
@@ -98,15 +112,12 @@ def observe(
     if logits is not None and spec is None:
         raise ValueError("spec: expected a RouterSpec beside logits, found None")
     torch.ops.moe_backend.observe_balance(
-        counters.tokens,
-        counters.scores,
-        ids,
-        counts,
-        logits,
-        padding,
-        ids.shape[1],
-        spec.score if spec else "softmax",
+        counters.tokens, counters.scores, ids, logits, padding, score_of(spec)
     )
+
+
+def score_of(spec: RouterSpec | None) -> str:
+    return spec.score if spec else "softmax"
 
 
 @dataclass(frozen=True)

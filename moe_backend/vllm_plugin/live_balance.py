@@ -88,13 +88,13 @@ def _describe(layer: Any, exchanged: bool, scored: bool) -> Watched:
 
 
 @ops.operator(
-    "observe_engine_batch(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? counts, "
-    "Tensor? logits, bool masked, int top_k, str score) -> ()"
+    "observe_engine_batch(Tensor(a!) tokens, Tensor(b!) scores, Tensor ids, Tensor? logits, "
+    "bool masked, str score) -> ()"
 )
-def observe_engine_batch(tokens, scores, ids, counts, logits, masked, top_k, score):
+def observe_engine_batch(tokens, scores, ids, logits, masked, score):
     # Inside an operator: a compiler that traces the layer must not see the engine's context.
     padding = compat.padding_mask(ids.shape[0]) if masked else None
-    balance.observe_balance(tokens, scores, ids, counts, logits, padding, top_k, score)
+    balance.observe_balance(tokens, scores, ids, logits, padding, score)
 
 
 @torch.library.register_fake("moe_backend::observe_engine_batch")
@@ -105,42 +105,35 @@ def _(*_args):
 def observe(
     layer: Any,
     ids: torch.Tensor,
-    counts: torch.Tensor | None = None,
     logits: torch.Tensor | None = None,
     spec: RouterSpec | None = None,
 ) -> None:
     """Counts a batch of a layer that ``attach`` answered True for."""
     counters, masked = getattr(layer, COUNTERS), layer.moe_balance_masked
     torch.ops.moe_backend.observe_engine_batch(
-        counters.tokens,
-        counters.scores,
-        ids,
-        counts,
-        logits,
-        masked,
-        ids.shape[1],
-        spec.score if spec else "softmax",
+        counters.tokens, counters.scores, ids, logits, masked, balance.score_of(spec)
     )
 
 
-_ready: set[tuple[int, RouterSpec, int]] = set()
+_ready: set[tuple[int, int, RouterSpec | None, int]] = set()
 
 
 def make_ready(layer: Any, spec: RouterSpec | None, max_tokens: int) -> None:
-    """Compiles the router with its histogram and the scores for every size of a batch; CUDA."""
-    if spec is None:
-        return  # the engine routes, and counting its ids compiles nothing
-    counters = getattr(layer, COUNTERS)
-    key = (counters.tokens.numel(), spec, max_tokens)
+    """Compiles for every size of a batch what counting adds to a layer; CUDA."""
+    counters, top_k = getattr(layer, COUNTERS), layer.moe_config.experts_per_token
+    key = (counters.tokens.numel(), top_k, spec, max_tokens)
     if key in _ready:
         return
+    device = counters.tokens.device
     with torch.inference_mode():
         for tokens in readiness.token_counts(lambda n: (n > 1, n > 128, n > 256), max_tokens):
-            logits = torch.zeros(tokens, key[0], device=counters.tokens.device)
-            ids, _, counts = torch.ops.moe_backend.router_topk(
-                logits, layer.e_score_correction_bias, *ops.flat(spec)
-            )
-            balance.observe(counters, ids, counts=counts, logits=logits, spec=spec)
+            logits = torch.zeros(tokens, key[0], device=device) if spec else None
+            ids = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
+            if spec:  # with its histogram, which the layer does without when it does not count
+                bias = layer.e_score_correction_bias
+                ids, _, _ = torch.ops.moe_backend.router_topk(logits, bias, *ops.flat(spec))
+            for padding in (None, torch.ones(tokens, dtype=torch.bool, device=device)):
+                balance.observe(counters, ids, logits=logits, spec=spec, padding=padding)
     counters.clear()
     _ready.add(key)
 

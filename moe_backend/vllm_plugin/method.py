@@ -235,11 +235,11 @@ class TmaFp8MoEMethod(FusedMoEMethodBase):
                 activation=self._activation,
                 expert_map=layer.expert_map,
             )
-        ids, weights, counts = torch.ops.moe_backend.router_topk(
+        ids, weights, _counts = torch.ops.moe_backend.router_topk(
             router_logits, layer.e_score_correction_bias, *ops.flat(spec)
         )
         if self._counts:
-            live_balance.observe(layer, ids, counts, router_logits, spec)
+            live_balance.observe(layer, ids, router_logits, spec)
         return self._routed(layer, x, ids, weights)
 
     def apply(  # type: ignore[override]
