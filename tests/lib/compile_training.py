@@ -56,6 +56,22 @@ def losses():
             aux_loss_backward(state[0], state, counts, probs)
 
 
+def balance():
+    from moe_backend.kernels.balance_sums import balance_sums
+
+    padding = torch.zeros(64, dtype=torch.bool)
+    for experts, top_k, score in [
+        (256, 8, "sigmoid"),
+        (128, 8, "softmax"),
+        (2304, 36, "sqrtsoftplus"),
+    ]:
+        tokens, scores = torch.zeros(experts).long(), torch.zeros(experts).double()
+        ids, logits = torch.zeros(64, top_k).int(), torch.randn(64, experts)
+        balance_sums(tokens, scores, ids, logits, padding, score)
+        balance_sums(tokens, scores, ids[:1], logits[:1].bfloat16(), None, score)
+        balance_sums(tokens, scores, ids.long(), None, padding, score)
+
+
 def permutations():
     from moe_backend.kernels.permute import permute
     from moe_backend.kernels.row_map import row_map_of_ids, row_map_of_mask
@@ -72,8 +88,8 @@ def permutations():
         rows = torch.randn(256, hidden).to(dtype)
         carried = {"scale": scale} if dtype is FP8 else {}
         permute(
-            x, where.row_map, experts, 256, offsets=where.offsets, pad_offsets=where.pad_offsets,
-            probs=weight, pending=pending, **carried,
+            x, pending, experts, 256, offsets=where.offsets, pad_offsets=where.pad_offsets,
+            probs=weight, **carried,
         )  # fmt: skip
         permute(x, by_ids.row_map, experts, 256, offsets=by_ids.offsets, **carried)
         permute(x, where.row_map, experts, 256, pad_offsets=where.pad_offsets)
@@ -91,6 +107,7 @@ def main() -> None:
     with offline_sm90.compiling() as kernels:
         routers()
         losses()
+        balance()
         permutations()
     for kernel in kernels:
         print(

@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import lru_cache
 
 import pytest
 
 from moe_backend.measure.checkpoint import write_checkpoint
-from moe_backend.measure.server import VllmServer
+from moe_backend.measure.server import GATEWAY_ARGS, VllmServer
 
 from .engine_run import PROMPTS
 from .engines import HERE, environment
@@ -89,11 +90,18 @@ def test_two_ranks_exchange_tokens(folder):
     arguments = "--quantization tma_fp8 --enforce-eager --max-model-len 128 --max-num-seqs 2"
     arguments += " --data-parallel-size 2 --enable-expert-parallel"
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
-    with VllmServer(model, arguments.split(), env=bind, start_timeout=240) as server:
+    bind["MOE_BACKEND_BALANCE"] = "1"
+    words = [*arguments.split(), *GATEWAY_ARGS]
+    with VllmServer(model, words, env=bind, start_timeout=240) as server:
         name = server.get_json("/v1/models")["data"][0]["id"]
         body = {"model": name, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "seed": 0}
         body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
         answers = [server.post_json("/v1/completions", {**body, "prompt": p}) for p in PROMPTS]
+        time.sleep(2.1)  # readings are not older than two seconds
+        balance = server.get_json("/moe/balance")
+    # Both ranks are heard, and the dummy batches of the idle one are not tokens.
+    used = sum(answer["usage"]["prompt_tokens"] + 7 for answer in answers)
+    assert balance["complete"] and {row["tokens"] for row in balance["layers"]} == {used}
     first = [answer["choices"][0]["logprobs"]["tokens"][0] for answer in answers]
     same = [
         f"token_id:{tokens[0]}" == token for (tokens, _), token in zip(alone, first, strict=True)
