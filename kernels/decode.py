@@ -29,6 +29,7 @@ from .unpermute_reduce import unpermute_reduce
 _ROWS = 64  # weight rows of a program
 _NARROW = 16  # the MMA's smallest N
 _PROGRAMS = 264  # two for every SM of an H200
+_WIDE = 96  # column tiles of a token that fill most SMs
 
 
 @triton.jit
@@ -114,15 +115,11 @@ def _decode_act_kernel(
 def _decode_down_kernel(
     h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr, out_ptr,
     hidden, inter, num_global,
-    SLOTS: tl.constexpr, REDUCE: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr,
-    ROWS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr,
+    NARROW: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS columns of the output of SLOTS routes in a row (grid: columns, routes / SLOTS).
-
-    REDUCE: the weighted sum of a token's routes; otherwise the row of a single route.
-    """
-    first_route = tl.program_id(1) * SLOTS
+    """ROWS columns of a token's output: all of its slots in one loop (grid: columns, token)."""
+    token = tl.program_id(1)
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
     groups = tl.cdiv(inter, 128)
@@ -132,31 +129,63 @@ def _decode_down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, NARROW), tl.float32)
     acc = tl.zeros((ROWS, NARROW), tl.float32)
-    only = _expert(ids_ptr, map_ptr, first_route, num_global, E, MAPPED)
-    for i in tl.range(0, SLOTS * groups, num_stages=STAGES):
+    for i in tl.range(0, TOP_K * groups, num_stages=STAGES):
         k = i % groups
-        route = first_route + i // groups
-        e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED) if REDUCE else only
+        route = token * TOP_K + i // groups
+        e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
         live = e >= 0
         e = tl.maximum(e, 0)
         w_scale = tl.load(w_scale_ptr + (e * tl.cdiv(hidden, 128) + block) * groups + k)
         h_scale = tl.load(h_scale_ptr + route * groups + k)
+        weight = tl.load(weight_ptr + route)
         h = h_desc.load([route, k * 128])
         w = w_desc.load([e * hidden + first_row, k * 128])
         acc += tl.where(live, tl.dot(w, h.T) * (w_scale * h_scale)[:, None], 0.0)
-        if REDUCE:
-            weight = tl.load(weight_ptr + route)
-            last = k == groups - 1
-            y = acc.to(tl.bfloat16).to(tl.float32)
-            total += tl.where(live & last, weight, 0.0) * tl.where(last, y, 0.0)
-            acc = tl.where(last, 0.0, acc)
-    if not REDUCE:
-        total = acc
-    mine = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, total, 0.0), axis=1)
-    at = tl.program_id(1).to(tl.int64) * hidden + row
+        last = k == groups - 1
+        y = tl.where(last, acc, 0.0).to(tl.bfloat16).to(tl.float32)
+        total += tl.where(live & last, weight, 0.0) * y
+        acc = tl.where(last, 0.0, acc)
+    out = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, total, 0.0), axis=1)
+    at = token.to(tl.int64) * hidden + row
     if SHARED:
-        mine += tl.load(shared_ptr + at, mask=row < hidden, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, mine.to(out_ptr.dtype.element_ty), mask=row < hidden)
+        out += tl.load(shared_ptr + at, mask=row < hidden, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=row < hidden)
+
+
+@triton.jit
+def _decode_rows_kernel(
+    h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, rows_ptr,
+    hidden, inter, num_global,
+    E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr,
+    GROUPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS columns of one route's row (grid: columns, route). Absent routes write nothing."""
+    route = tl.program_id(1)
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    groups = tl.cdiv(inter, 128)
+    block = tl.minimum(row, hidden - 1) // 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
+    if e < 0:
+        return
+    # all scales at once: programs are too short to wait for them in every step
+    group = tl.arange(0, GROUPS)
+    h_scale = tl.load(h_scale_ptr + route * groups + group, mask=group < groups, other=0.0)
+    at = (e * tl.cdiv(hidden, 128) + block[:, None]) * groups + group[None, :]
+    w_scale = tl.load(w_scale_ptr + at, mask=(group < groups)[None, :], other=0.0)
+    scale = w_scale * h_scale[None, :]
+    acc = tl.zeros((ROWS, NARROW), tl.float32)
+    for k in tl.range(0, groups, num_stages=STAGES):
+        h = h_desc.load([route, k * 128])
+        w = w_desc.load([e * hidden + first_row, k * 128])
+        now = tl.sum(tl.where(group[None, :] == k, scale, 0.0), axis=1)
+        acc += tl.dot(w, h.T) * now[:, None]
+    out = tl.sum(tl.where(tl.arange(0, NARROW)[None, :] == 0, acc, 0.0), axis=1)
+    at = rows_ptr + route.to(tl.int64) * hidden + row
+    tl.store(at, out.to(tl.bfloat16), mask=row < hidden)
 
 
 class Rows(NamedTuple):
@@ -249,17 +278,20 @@ def decode_down(
     """Writes ``out`` [num_tokens, hidden] from decode_up's rows."""
     hidden, inter = w2.weights.shape[1:]
     num_tokens, top_k = w2.topk_ids.shape
-    columns = triton.cdiv(hidden, _ROWS)
-    reduces = columns >= 96 and num_tokens <= 2
-    slots = top_k if reduces else 1
-    stages = 14 if reduces else 6  # half of them hide the expert's id, which comes first
-    target = out if reduces else out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
-    _decode_down_kernel[(columns, num_tokens * top_k // slots)](
-        TensorDescriptor.from_tensor(rows.h, [_NARROW, 128]), w2.descriptor(), rows.scale, w2.scale,
-        w2.topk_ids, w2.expert_map, topk_weights, shared, target, hidden, inter, w2.num_global,
-        SLOTS=slots, REDUCE=reduces, ROWS=_ROWS, NARROW=_NARROW, STAGES=stages,
-        SHARED=reduces and shared is not None, num_stages=stages, **w2.common(pdl),
+    columns, groups = triton.cdiv(hidden, _ROWS), triton.cdiv(inter, 128)
+    h_desc = TensorDescriptor.from_tensor(rows.h, [_NARROW, 128])
+    if columns >= _WIDE and num_tokens <= 2:
+        _decode_down_kernel[(columns, num_tokens)](
+            h_desc, w2.descriptor(), rows.scale, w2.scale, w2.topk_ids, w2.expert_map,
+            topk_weights, shared, out, hidden, inter, w2.num_global,
+            TOP_K=top_k, ROWS=_ROWS, NARROW=_NARROW, SHARED=shared is not None,
+            STAGES=14, num_stages=14, **w2.common(pdl),  # half of them wait for the expert's id
+        )  # fmt: skip
+        return out
+    routes = out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
+    _decode_rows_kernel[(columns, num_tokens * top_k)](
+        h_desc, w2.descriptor(), rows.scale, w2.scale, w2.topk_ids, w2.expert_map, routes,
+        hidden, inter, w2.num_global, ROWS=_ROWS, NARROW=_NARROW,
+        GROUPS=max(2, triton.next_power_of_2(groups)), STAGES=4, num_stages=4, **w2.common(pdl),
     )  # fmt: skip
-    if not reduces:
-        unpermute_reduce(target, rows.route_row, topk_weights, out, shared=shared, pdl=pdl)
-    return out
+    return unpermute_reduce(routes, rows.route_row, topk_weights, out, shared=shared, pdl=pdl)

@@ -30,190 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
 
 from .grouped_gemm import Operands
 from .schedule import Schedule
+from .sm90_parts import HALF, MMA, Pair, Ring, Target, Work, pass_turn, pin, take_turn
 
 ALIGN = 128
-_MMA = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-)
-_HALF = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
-)
 _FP8 = gl.NVMMASharedLayout(128, 8, 2)
 _BF16 = gl.NVMMASharedLayout(128, 16, 2)
 _FP32 = gl.NVMMASharedLayout(0, 32, 1)
-
-
-@aggregate
-class Ring:
-    """Stages in shared memory: A in halves of 64 rows, B in two column blocks, row scales."""
-
-    a: gl.shared_memory_descriptor  # [2 * STAGES, 64, 128]
-    b: gl.shared_memory_descriptor  # [2 * STAGES, 128, 128]
-    scale: gl.shared_memory_descriptor  # [STAGES, 128]
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, a, b, scale, full, empty, STAGES):
-        self.a = a
-        self.b = b
-        self.scale = scale
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def next(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
-
-
-@aggregate
-class Pair:
-    """Where the consumers tell each other the greatest values of a tile that they share."""
-
-    amax: gl.shared_memory_descriptor  # [4, 64]: two tiles deep
-    ready: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, amax, ready):
-        self.amax = amax
-        self.ready = ready
-
-
-@aggregate
-class Target:
-    """Where results go: by TMA, or by plain stores from tiles that the consumers share."""
-
-    desc: tma.tensor_descriptor  # 64 rows
-    strip_desc: tma.tensor_descriptor  # 16 rows, plain only
-    ptr: gl.tensor
-    scale_ptr: gl.tensor  # [width / 128, num_rows], fused only
-    width: gl.tensor
-    num_rows: gl.tensor
-    alpha: gl.tensor
-    limit: gl.tensor
-    LIMITED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, strip_desc, ptr, scale_ptr, width, num_rows, alpha, limit, LIMITED):
-        self.desc = desc
-        self.strip_desc = strip_desc
-        self.ptr = ptr
-        self.scale_ptr = scale_ptr
-        self.width = width
-        self.num_rows = num_rows
-        self.alpha = alpha
-        self.limit = limit
-        self.LIMITED = gl.constexpr(LIMITED)
-
-    @gluon.jit
-    def swiglu(self, gate, up):
-        if self.LIMITED:
-            gate = gl.minimum(gate, self.limit)
-            up = gl.minimum(gl.maximum(up, -self.limit), self.limit)
-        return gate / (1.0 + gl.exp(-self.alpha * gate)) * up
-
-
-@aggregate
-class Work:
-    """Which tiles there are and where B's rows and scales of a tile lie."""
-
-    tile_expert_ptr: gl.tensor
-    tile_rows_ptr: gl.tensor
-    b_scale_ptr: gl.tensor
-    num_tiles: gl.tensor
-    first_block: gl.tensor  # first column block (of 128), of a slab
-    N: gl.constexpr  # rows of B per expert
-    K: gl.constexpr
-    COLUMN_TILES: gl.constexpr
-    FUSED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block,
-        N, K, COLUMN_TILES, FUSED,
-    ):  # fmt: skip
-        self.tile_expert_ptr = tile_expert_ptr
-        self.tile_rows_ptr = tile_rows_ptr
-        self.b_scale_ptr = b_scale_ptr
-        self.num_tiles = num_tiles
-        self.first_block = first_block
-        self.N = gl.constexpr(N)
-        self.K = gl.constexpr(K)
-        self.COLUMN_TILES = gl.constexpr(COLUMN_TILES)
-        self.FUSED = gl.constexpr(FUSED)
-
-    @gluon.jit
-    def count(self):
-        return self.num_tiles * self.COLUMN_TILES
-
-    @gluon.jit
-    def place(self, t):
-        """Row tile and column tile of work item t; the last item stands for any beyond it."""
-        t = gl.maximum(gl.minimum(t, self.count() - 1), 0)
-        first = (t // (2 * self.COLUMN_TILES)) * 2
-        height = gl.minimum(self.num_tiles - first, 2)
-        height = gl.maximum(height, 1)
-        r = t % (2 * self.COLUMN_TILES)
-        return first + r % height, r // height
-
-    @gluon.jit
-    def expert(self, row_tile):
-        return gl.maximum(gl.load(self.tile_expert_ptr + row_tile), 0)
-
-    @gluon.jit
-    def blocks(self, column_tile):
-        """The two column blocks (of 128) of a tile."""
-        if self.FUSED:
-            return column_tile, column_tile + self.N // 256
-        else:
-            first = self.first_block + column_tile * 2
-            return first, gl.minimum(first + 1, self.N // 128 - 1)
-
-    @gluon.jit
-    def scale_at(self, expert, block):
-        return self.b_scale_ptr + (expert * (self.N // 128) + block) * (self.K // 128)
-
-
-@gluon.jit
-def _asm(text: gl.constexpr):
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _take_turn(CONSUMER: gl.constexpr, TURNS: gl.constexpr):
-    if not TURNS:
-        pass
-    elif CONSUMER == 0:
-        _asm("bar.sync 10, 256; mov.u32 $0, 0;")
-    else:
-        _asm("bar.sync 11, 256; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr, TURNS: gl.constexpr):
-    if not TURNS:
-        pass
-    elif CONSUMER == 0:
-        _asm("bar.arrive 11, 256; mov.u32 $0, 0;")
-    else:
-        _asm("bar.arrive 10, 256; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def _pin(never, ptr, acc):
-    # A branch that reads acc keeps ptxas from sinking its promotion below the next MMA: a spill.
-    if never:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, _MMA))
-        cols = gl.arange(0, 128, gl.SliceLayout(0, _MMA))
-        gl.store(ptr + rows[:, None] * 128 + cols[None, :], acc)
 
 
 @gluon.jit
@@ -316,26 +141,26 @@ def _multiply(
     TURNS: gl.constexpr,
 ):
     """One 128 of K into both accumulators."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, _MMA)
-    zero = gl.zeros([64, 128], gl.float32, _MMA)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    zero = gl.zeros([64, 128], gl.float32, MMA)
     mbarrier.wait(ring.full.index(stage), phase)
     if GATHER:
         fence_async_shared()
     a = ring.a.index(stage * 2 + CONSUMER)
-    _take_turn(CONSUMER, TURNS)
+    take_turn(CONSUMER, TURNS)
     p = warpgroup_mma(
         a, ring.b.index(stage * 2).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    _pass_turn(CONSUMER, TURNS)
+    pass_turn(CONSUMER, TURNS)
     scale = ring.scale.index(stage).slice(CONSUMER * 64, 64).load(ROWS)
     p = warpgroup_mma_wait(0, deps=[p])
     acc0 += p * (scale * w0)[:, None]
-    _pin(never, dump, acc0)
-    _take_turn(CONSUMER, TURNS)
+    pin(never, dump, acc0)
+    take_turn(CONSUMER, TURNS)
     q = warpgroup_mma(
         a, ring.b.index(stage * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    _pass_turn(CONSUMER, TURNS)
+    pass_turn(CONSUMER, TURNS)
     q = warpgroup_mma_wait(0, deps=[q])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     acc1 += q * (scale * w1)[:, None]
@@ -348,18 +173,18 @@ def _multiply_half(
     CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One 128 of K of a short tile, fused: each consumer takes half of gate and half of up."""
-    zero = gl.zeros([64, 64], gl.float32, _HALF)
+    zero = gl.zeros([64, 64], gl.float32, HALF)
     mbarrier.wait(ring.full.index(stage), phase)
     if GATHER:
         fence_async_shared()
     a = ring.a.index(stage * 2)
     b0 = ring.b.index(stage * 2).slice(CONSUMER * 64, 64, 0)
     b1 = ring.b.index(stage * 2 + 1).slice(CONSUMER * 64, 64, 0)
-    _take_turn(CONSUMER, TURNS)
+    take_turn(CONSUMER, TURNS)
     p = warpgroup_mma(a, b0.permute((1, 0)), zero, use_acc=False, is_async=True)
     q = warpgroup_mma(a, b1.permute((1, 0)), zero, use_acc=False, is_async=True)
-    _pass_turn(CONSUMER, TURNS)
-    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, _HALF))
+    pass_turn(CONSUMER, TURNS)
+    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, HALF))
     p, q = warpgroup_mma_wait(0, deps=[p, q])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     acc0 += p * (scale * w0)[:, None]
@@ -372,15 +197,15 @@ def _multiply_block(
     ring, stage, phase, acc, w, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr
 ):  # fmt: skip
     """One 128 of K of a short tile, plain: each consumer takes one of the column blocks."""
-    zero = gl.zeros([64, 128], gl.float32, _MMA)
+    zero = gl.zeros([64, 128], gl.float32, MMA)
     mbarrier.wait(ring.full.index(stage), phase)
     if GATHER:
         fence_async_shared()
-    _take_turn(CONSUMER, TURNS)
+    take_turn(CONSUMER, TURNS)
     b = ring.b.index(stage * 2 + CONSUMER).permute((1, 0))
     p = warpgroup_mma(ring.a.index(stage * 2), b, zero, use_acc=False, is_async=True)
-    _pass_turn(CONSUMER, TURNS)
-    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, _MMA))
+    pass_turn(CONSUMER, TURNS)
+    scale = ring.scale.index(stage).slice(0, 64).load(gl.SliceLayout(1, MMA))
     p = warpgroup_mma_wait(0, deps=[p])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return acc + p * (scale * w)[:, None]
@@ -389,7 +214,7 @@ def _multiply_block(
 @gluon.jit
 def _shared_amax(h, pair, CONSUMER: gl.constexpr, turn):
     """Greatest |h| of every row over both consumers' halves."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, _HALF)
+    ROWS: gl.constexpr = gl.SliceLayout(1, HALF)
     amax = gl.max(gl.abs(h), axis=1)
     slot = (turn & 1) * 2
     pair.amax.index(slot + CONSUMER).store(amax)
@@ -424,8 +249,8 @@ def _whole_tile(
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
     never = dst.num_rows < 0
-    acc0 = gl.zeros([64, 128], gl.float32, _MMA)
-    acc1 = gl.zeros([64, 128], gl.float32, _MMA)
+    acc0 = gl.zeros([64, 128], gl.float32, MMA)
+    acc1 = gl.zeros([64, 128], gl.float32, MMA)
     for k in range(GROUPS):
         ahead = gl.minimum(k + 1, GROUPS - 1)
         next_w0 = gl.load(w0_ptr + ahead)
@@ -440,7 +265,7 @@ def _whole_tile(
     if work.FUSED:
         h = dst.swiglu(acc0, acc1)
         q, scale = _quantise(h, gl.max(gl.abs(h), axis=1))
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, _MMA))
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, MMA))
         gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
         _put(dst.desc, out.index(0), q, row, column_tile * 128, 0)
     else:
@@ -455,8 +280,8 @@ def _half_tile(
     valid, halves, CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
-    acc0 = gl.zeros([64, 64], gl.float32, _HALF)
-    acc1 = gl.zeros([64, 64], gl.float32, _HALF)
+    acc0 = gl.zeros([64, 64], gl.float32, HALF)
+    acc1 = gl.zeros([64, 64], gl.float32, HALF)
     for k in range(GROUPS):
         ahead = gl.minimum(k + 1, GROUPS - 1)
         next_w0 = gl.load(w0_ptr + ahead)
@@ -467,9 +292,9 @@ def _half_tile(
         stage, phase = ring.next(stage, phase)
     h = dst.swiglu(acc0, acc1)
     q, scale = _quantise(h, _shared_amax(h, pair, CONSUMER, halves))
-    r = gl.arange(0, 64, gl.SliceLayout(1, _HALF))
+    r = gl.arange(0, 64, gl.SliceLayout(1, HALF))
     rows = row_tile * 128 + r
-    cols = column_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, _HALF))
+    cols = column_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
     at = dst.ptr + rows.to(gl.int64)[:, None] * dst.width + cols[None, :]
     gl.store(at, q, mask=(r < valid)[:, None] & (cols < dst.width)[None, :])
     gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
@@ -482,7 +307,7 @@ def _block_tile(
     CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
-    acc = gl.zeros([64, 128], gl.float32, _MMA)
+    acc = gl.zeros([64, 128], gl.float32, MMA)
     for k in range(GROUPS):
         next_w = gl.load(w_ptr + gl.minimum(k + 1, GROUPS - 1))
         acc = _multiply_block(ring, stage, phase, acc, w, CONSUMER, GATHER, TURNS)
@@ -512,7 +337,7 @@ def _consume(
     phase = 0
     halves = 0
     if CONSUMER == 1:
-        _pass_turn(1, TURNS)
+        pass_turn(1, TURNS)
     row_tile, column_tile = work.place(gl.program_id(0))
     expert = work.expert(row_tile)
     block0, block1 = work.blocks(column_tile)
@@ -549,7 +374,7 @@ def _consume(
         w0 = gl.load(w0_ptr)
         w1 = gl.load(w1_ptr)
     if CONSUMER == 0:
-        _take_turn(0, TURNS)
+        take_turn(0, TURNS)
     tma.store_wait(0)
 
 

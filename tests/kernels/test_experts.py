@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer on our kernels against the oracle that rounds where they round.
 
-Tolerance: 4e-3 relative L2. The bf16 output alone costs 1.7e-3; the rest is FP8 codes of the
-intermediate that flip when an fp32 sum is taken in another order.
+Tolerance: 4e-3 relative L2 in the interpreter, which adds exactly: the bf16 output alone costs
+1.7e-3, the rest is FP8 codes of the intermediate that flip when a sum is taken in another order.
+On a GPU 6e-3: tensor cores add FP8 products with some 14 bits, so that more codes flip (measured
+up to 5.5e-3 on large layers).
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from moe_backend import execution, reference
 from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = 4e-3
+TOLERANCE = 6e-3 if DEVICE == "cuda" else 4e-3
 PLAIN = GemmConfig(swap=False)
 CONFIGS = {
     "swapped": KernelConfig(16),
@@ -75,6 +77,40 @@ def test_any_shape(tokens, top_k, experts, hidden, inter, config, seed):
     x, routing, weights = layer(tokens, experts, top_k, hidden, inter, seed)
     out, want = run(x, routing, weights, config)
     assert factories.relative_error(out, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_decode_reduces_on_the_way_where_columns_fill_the_gpu(shared, monkeypatch):
+    """Wide models at one or two tokens take a kernel of their own; absent slots, a whole token."""
+    from moe_backend.kernels import decode
+
+    monkeypatch.setattr(decode, "_WIDE", 1)
+    x, routing, weights = layer(2, 5, 3, 320, 208)
+    routing.topk_ids[0, 1] = -1
+    routing.topk_ids[1] = -1
+    extra = torch.randn_like(x) if shared else None
+    out, want = run(x, routing, weights, CONFIGS["direct"], shared=extra)
+    assert factories.relative_error(out, want) <= TOLERANCE
+    assert torch.equal(out[1], extra[1] if shared else torch.zeros_like(out[1]))
+
+
+def test_one_launch_for_schedule_and_quantisation_changes_nothing():
+    from moe_backend.kernels.quant_fp8 import quant_permute
+    from moe_backend.kernels.schedule_quant import MAX_ROUTES, schedule_quant
+
+    x, routing, _ = layer(20, 6, 3, 320, 128)
+    routing.topk_ids[4, 1] = -1
+    plan, q, scale = schedule_quant(x, routing.topk_ids, 6, 16)
+    want = schedule(routing.topk_ids, 6, 16)
+    want_q, want_scale = quant_permute(x, want.route_row, want.num_rows)
+    for name in ("route_row", "tile_expert", "tile_rows", "num_tiles"):
+        assert torch.equal(getattr(plan, name), getattr(want, name)), name
+    live = plan.route_row[plan.route_row >= 0].long()
+    assert torch.equal(q[live].view(torch.uint8), want_q[live].view(torch.uint8))
+    assert torch.equal(scale[:, live], want_scale[:, live])
+    many = torch.zeros(MAX_ROUTES + 1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="routes"):
+        schedule_quant(x, many, 6, 16)
 
 
 @pytest.mark.parametrize("config", ["swapped", "direct"])
