@@ -64,3 +64,12 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def overlaps(device: torch.device, programs: int) -> bool:
+    """Whether a launch should start while the one before it ends (programmatic dependent launch).
+
+    It hides up to 1 us, but large grids of short programs ran slower by it: 16,384 tokens over 128
+    experts took 21.4 us instead of 12.9.
+    """
+    return device.type == "cuda" and programs <= 2048

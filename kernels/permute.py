@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_counter import sm_count
+from .launch_counter import overlaps, sm_count
 from .row_map import Pending, assign_rows
 
 _COLS = 8192  # of a row in registers at a time
@@ -120,7 +120,7 @@ def slots(row_map: torch.Tensor, num_experts: int) -> int:
 
 def permute(
     x: torch.Tensor,
-    row_map: torch.Tensor,
+    row_map: torch.Tensor | Pending,
     num_experts: int,
     capacity: int,
     *,
@@ -128,21 +128,22 @@ def permute(
     pad_offsets: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
-    pending: Pending | None = None,
 ) -> Permuted:
     """Rows of x [T, H] in expert order; rows without a route are zero.
 
     Args:
-        row_map, offsets: of row_map. Without offsets the kernel cannot tell which rows have no
-            route, and the result is zeroed beforehand.
+        row_map, offsets: of row_map.py; a Pending map gets its rows on the way. Without offsets
+            the kernel cannot tell which rows have no route, and the result is zeroed beforehand.
         capacity: rows of the result.
         pad_offsets: [num_experts + 1], to start every expert at its aligned row.
         scale: [T, groups] fp32 that travel with FP8 rows.
         probs: [T, num_experts] (mask) or [T, k] (ids) to travel with the rows.
-        pending: what the rows of ``row_map`` are to be assigned from, where they are not yet.
     """
     num_tokens, hidden = x.shape
     device = x.device
+    words = before = None
+    if isinstance(row_map, Pending):
+        row_map, words, before = row_map
     if x.stride(1) != 1:
         x = x.contiguous()
     if probs is not None and probs.stride(1) != 1:
@@ -158,15 +159,15 @@ def permute(
     if num_tokens + pads and hidden:
         raw = x.dtype.itemsize == 1
         cols = min(_COLS, triton.next_power_of_2(hidden))
+        pdl = overlaps(device, num_tokens + pads)
         _permute_kernel[(num_tokens + pads,)](
             x.view(torch.uint8) if raw else x, scale if scale is None else scale.contiguous(),
             probs, out.view(torch.uint8) if raw else out, out_scale, out_probs, row_map,
-            None if pending is None else pending.words, None if pending is None else pending.before,
-            offsets, pad_offsets, capacity, hidden, groups,
+            words, before, offsets, pad_offsets, capacity, hidden, groups,
             x.stride(0), 0 if probs is None else probs.stride(0), pads,
             E=num_experts, K=slots(row_map, num_experts), NAN=0x7F if raw else float("nan"),
             WIDTH=triton.next_power_of_2(num_experts), COLS=cols,
             GROUPS=triton.next_power_of_2(max(1, groups)),
-            PDL=x.is_cuda, launch_pdl=x.is_cuda, num_warps=8 if cols * x.itemsize >= 8192 else 4,
+            PDL=pdl, launch_pdl=pdl, num_warps=8 if cols * x.itemsize >= 8192 else 4,
         )  # fmt: skip
     return Permuted(out, out_scale, out_probs)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_counter import zeroed_line
+from .launch_counter import overlaps, zeroed_line
 from .router_math import (
     EXCLUDED,
     TAKEN,
@@ -206,6 +206,7 @@ def router_topk(
         line = zeroed_line(device, tickets + copies * counted)
     groups = triton.next_power_of_2(spec.num_groups)
     group = triton.next_power_of_2(num_experts // spec.num_groups)
+    pdl = overlaps(device, num_tokens)
     _router_topk_kernel[(num_tokens,)](
         logits, bias, ids, weights, counts, line,
         num_tokens, logits.stride(0), spec.scale,
@@ -214,6 +215,6 @@ def router_topk(
         NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
         CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
         GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
-        PDL=logits.is_cuda, launch_pdl=logits.is_cuda, num_warps=1 if groups * group <= 4096 else 8,
+        PDL=pdl, launch_pdl=pdl, num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
     return RouterOutput(ids, weights, counts)

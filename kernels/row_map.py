@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_counter import zeroed_line
+from .launch_counter import overlaps, zeroed_line
 
 _SCANNED = 4096  # values that a program of the scan holds
 _TOKENS = tl.constexpr(32)  # of a word
@@ -180,10 +180,11 @@ def _scan(counts: torch.Tensor, align: int, *, words: bool) -> tuple[torch.Tenso
     targets = torch.empty(num_experts, dtype=torch.int64, device=device)
     blocks = min(512, triton.next_power_of_2(max(1, num_blocks)))
     experts = min(64, _SCANNED // blocks)
+    pdl = overlaps(device, 1)
     _scan_kernel[(triton.cdiv(num_experts, experts),)](
         counts, before, totals, offsets, pads, targets, zeroed_line(device, 1), num_blocks, align,
         E=num_experts, WORDS=words, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts,
-        BLOCKS=blocks, PDL=counts.is_cuda, launch_pdl=counts.is_cuda,
+        BLOCKS=blocks, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return before, offsets, pads, targets
 
@@ -206,9 +207,10 @@ def row_map_of_mask(
     width = triton.next_power_of_2(num_experts)
     cols = min(width, 256)
     if num_tokens:
+        pdl = overlaps(device, words.shape[0])
         _words_kernel[(words.shape[0], triton.cdiv(num_experts, cols))](
             mask, words, num_tokens, mask.stride(0), E=num_experts, COLS=cols,
-            PDL=mask.is_cuda, launch_pdl=mask.is_cuda,
+            PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
     before, offsets, pads, targets = _scan(words, align, words=True)
     if num_tokens and assign:

@@ -90,8 +90,8 @@ def permute_mask(x, mask, align, capacity, scale, probs):
         return *out, row_map, pads, targets
     where, pending = _kernels("row_map").row_map_of_mask(mask, align, assign=False)
     out = _kernels("permute").permute(
-        x, where.row_map, experts, capacity, offsets=where.offsets, pad_offsets=where.pad_offsets,
-        scale=scale, probs=probs, pending=pending,
+        x, pending, experts, capacity, offsets=where.offsets, pad_offsets=where.pad_offsets,
+        scale=scale, probs=probs,
     )  # fmt: skip
     return *training.present(*out, like=mask), where.row_map, where.pad_offsets, where.targets
 

@@ -44,9 +44,8 @@ def permute_pad(layer: Layer, padded: bool = True):
 
     where, pending = row_map_of_mask(layer.mask, ALIGN if padded else 1, assign=False)
     return permute(
-        layer.x, where.row_map, EXPERTS, layer.capacity if padded else layer.routed,
+        layer.x, pending, EXPERTS, layer.capacity if padded else layer.routed,
         offsets=where.offsets, pad_offsets=where.pad_offsets, scale=layer.scale, probs=layer.probs,
-        pending=pending,
     )  # fmt: skip
 
 
