@@ -93,7 +93,7 @@ def run_experts(
         h, h_scale = gg.grouped_gemm_swiglu(up, plan, _tiles(config.up), pdl=pdl, **clamp)
     down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
     hidden = weights.hidden
-    step = config.slab or hidden
+    step = _slab(config, plan.num_rows, hidden)
     buffer = torch.empty((plan.num_rows, step), dtype=torch.bfloat16, device=x.device)
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
@@ -106,6 +106,15 @@ def run_experts(
             first_column=first, shared=shared_output, pdl=pdl,
         )  # fmt: skip
     return out
+
+
+_ROWS_BYTES = 4 << 30  # bound of the partial rows' buffer
+
+
+def _slab(config: KernelConfig, num_rows: int, hidden: int) -> int:
+    """Columns of the down projection computed at a time: as configured, within the bound."""
+    fits = max(256, _ROWS_BYTES // (2 * max(num_rows, 1)) // 256 * 256)
+    return min(config.slab or hidden, fits, hidden)
 
 
 def _tiles(gemm: GemmConfig):

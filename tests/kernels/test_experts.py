@@ -94,6 +94,15 @@ def test_decode_reduces_on_the_way_where_columns_fill_the_gpu(shared, monkeypatc
     assert torch.equal(out[1], extra[1] if shared else torch.zeros_like(out[1]))
 
 
+def test_the_partial_rows_buffer_is_bounded(monkeypatch):
+    """At 200,000 tokens it would be 23 GB; slabs bound it and change no bit."""
+    x, routing, weights = layer(9, 4, 2, 640, 128)
+    whole, _ = run(x, routing, weights, CONFIGS["swapped"])
+    monkeypatch.setattr(execution, "_ROWS_BYTES", 1)
+    assert execution._slab(CONFIGS["swapped"], 10, 640) == 256
+    assert torch.equal(run(x, routing, weights, CONFIGS["swapped"])[0], whole)
+
+
 def test_one_launch_for_schedule_and_quantisation_changes_nothing():
     from moe_backend.kernels.quant_fp8 import quant_permute
     from moe_backend.kernels.schedule_quant import MAX_ROUTES, schedule_quant

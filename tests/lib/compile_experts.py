@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the experts for sm_90a, in a process of its own; prints a line of JSON per kernel.
 
-    python compile_experts.py tuned | paths
+python compile_experts.py tuned | paths
 """
 
 import json
