@@ -3,8 +3,13 @@
 
 import os
 
+import interpreter
 import pytest
 import torch
+
+# Triton decides at its import whether it interprets, and test modules of any folder may import it
+# while they are collected: it must be told before the first of them.
+INTERPRETED = interpreter.enable()
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
