@@ -77,6 +77,10 @@ def _capacity(routing_map: torch.Tensor, kind: str, num_out_tokens: int | None) 
     return num_out_tokens
 
 
+def _total(counts: torch.Tensor | None) -> int:
+    return 0 if counts is None else int(counts.sum())
+
+
 def _permute(inp, probs, routing_map, kind, align, capacity):
     data, scale = _rows(inp)
     # the largest index is not read back
@@ -169,10 +173,10 @@ def moe_permute_and_pad_with_probs(
     home = tokens_per_expert.device
     near = home.type == "cpu" or home == data.device
     expect("tokens_per_expert", near, f"device cpu or {data.device}", home)
-    given = None
+    given = None  # the padded counts, where they must be known before or elsewhere
     if num_out_tokens is None or home != data.device or home.type == "cpu":
         given = (tokens_per_expert.long() + align_size - 1) // align_size * align_size
-    capacity = int(given.sum()) if num_out_tokens is None else num_out_tokens
+    capacity = num_out_tokens if num_out_tokens is not None else _total(given)
     if _readable(routing_map):
         counts = (routing_map != 0).sum(0)
         needed = int(((counts + align_size - 1) // align_size * align_size).sum())

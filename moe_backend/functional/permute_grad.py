@@ -38,9 +38,12 @@ class Permute(torch.autograd.Function):
     def backward(ctx, grad, _, grad_probs, *fixed):
         row_map, pad_offsets = ctx.saved_tensors
         moved = grad_probs if ctx.probs else None
-        if grad is None and moved is None:
+        if grad is not None:
+            rows = grad
+        elif moved is not None:
+            rows = moved.new_empty(moved.shape[0], 0)  # FP8 rows have no gradient
+        else:
             return (None,) * 7
-        rows = moved.new_empty(moved.shape[0], 0) if grad is None else grad
         grad_x, grad_probs = operators().unpermute_rows(
             rows, row_map, ctx.num_experts, None, pad_offsets, moved
         )
@@ -85,9 +88,12 @@ class SortChunks(torch.autograd.Function):
     def backward(ctx, grad, grad_probs):
         (source,) = ctx.saved_tensors
         moved = grad_probs if ctx.probs else None
-        if grad is None and moved is None:
+        if grad is not None:
+            rows = grad
+        elif moved is not None:
+            rows = moved.unsqueeze(1)  # FP8 rows have no gradient
+        else:
             return None, None, None
-        rows = moved.unsqueeze(1) if grad is None else grad
         grad_inp, grad_probs = operators().sort_chunks(
             rows, source, None if grad is None else moved, True
         )

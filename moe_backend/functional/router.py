@@ -31,11 +31,11 @@ class RoutingMapFormat(IntEnum):
 
 def _format(value: RoutingMapFormat | int | str) -> RoutingMapFormat:
     names = {"bytemap": RoutingMapFormat.BYTEMAP, "bitmap_u8": RoutingMapFormat.BITMAP_U8}
-    found = names.get(value) if isinstance(value, str) else None
-    if found is None and isinstance(value, int) and value in (0, 1):
-        found = RoutingMapFormat(value)
-    expect("routing_map_format", found is not None, "'bytemap' (0) or 'bitmap_u8' (1)", repr(value))
-    return found
+    if isinstance(value, str) and value in names:
+        return names[value]
+    ok = isinstance(value, int) and value in (0, 1)
+    expect("routing_map_format", ok, "'bytemap' (0) or 'bitmap_u8' (1)", repr(value))
+    return RoutingMapFormat(int(value))
 
 
 def _check_logits(logits: torch.Tensor, topk: int, score_function: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -44,20 +45,20 @@ def cases(tokens: int, experts: int, k: int) -> Iterator[family.Case]:
     yield family.Case(
         "aux loss forward", size,
         {
-            "ours": [lambda p=p: aux_loss(p, counts, tokens, factor) for p in probs],
-            "torch": [lambda p=p: by_torch(p) for p in probs],
+            "ours": [partial(aux_loss, p, counts, tokens, factor) for p in probs],
+            "torch": [partial(by_torch, p) for p in probs],
         },
         values * 4, check, "60% of copy at 2304; <=6 us at 8192x256",
     )  # fmt: skip
-    backward = [lambda p=p: aux_loss_backward(grad, state, counts, p) for p in probs]
+    backward = [partial(aux_loss_backward, grad, state, counts, p) for p in probs]
     yield family.Case(
         "aux loss backward", size, {"ours": backward}, values * 4, check, "60% of write"
     )
     yield family.Case(
         "aux loss fwd+bwd", size,
         {
-            "ours": [lambda p=p: both(p) for p in probs],
-            "torch": [lambda p=p: by_torch(p, True) for p in probs],
+            "ours": [partial(both, p) for p in probs],
+            "torch": [partial(by_torch, p, True) for p in probs],
         },
         values * 8, check,
     )  # fmt: skip

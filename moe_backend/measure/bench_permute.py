@@ -26,11 +26,17 @@ class Layer:
         self.mask = torch.zeros_like(noise, dtype=torch.bool).scatter_(1, self.ids.long(), True)
         self.probs = torch.rand(tokens, EXPERTS, device="cuda")
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        self.x, self.scale = reference.quant_fp8(x) if fp8 else (x, None)
+        self.x: torch.Tensor = x
+        self.scale: torch.Tensor | None = None
+        if fp8:
+            self.x, self.scale = reference.quant_fp8(x)
         self.where, _ = row_map_of_mask(self.mask, ALIGN)
         self.capacity = int(self.where.targets.sum())
         self.routed = tokens * TOP_K
-        self.row_bytes = HIDDEN * self.x.itemsize + (4 * self.scale.shape[1] if fp8 else 0)
+        self.row_bytes = HIDDEN * self.x.itemsize + (4 * HIDDEN // 128 if fp8 else 0)
+
+        order = self.routes(padded=False)[2].argsort()
+        self.padded_rows = self.routes()[2][order]
 
     def routes(self, padded: bool = True):
         pads = self.where.pad_offsets if padded else None
@@ -71,7 +77,7 @@ def _check_permute(layer: Layer) -> str | None:
     ) or _same_bytes(
         "probs", out.probs, reference_training.permute_probs(layer.probs, routes, layer.capacity)
     )
-    if layer.fp8 and not wrong:
+    if layer.scale is not None and not wrong:
         want = reference_training.permute(layer.scale, routes, layer.capacity)
         return _same_bytes("scale", out.scale, want)
     return wrong
@@ -87,8 +93,6 @@ def _vllm_permute(layer: Layer):
 
 def permute_cases(tokens: int, fp8: bool) -> Iterator[family.Case]:
     layer = Layer(tokens, fp8)
-    order = layer.routes(padded=False)[2].argsort()
-    layer.padded_rows = layer.routes()[2][order]
     kind = "FP8+scales" if fp8 else "bf16"
     yield family.Case(
         f"permute+pad {kind}", f"{tokens}",
@@ -130,8 +134,6 @@ def unpermute_cases(tokens: int) -> Iterator[family.Case]:
     layer = Layer(tokens, fp8=False)
     where = layer.where
     rows = torch.randn(layer.capacity, HIDDEN, device="cuda").bfloat16()
-    order = layer.routes(padded=False)[2].argsort()
-    padded_rows = layer.routes()[2][order]
 
     def ours():
         return unpermute(
@@ -145,7 +147,7 @@ def unpermute_cases(tokens: int) -> Iterator[family.Case]:
     calls = {
         "ours": [ours],
         "in two steps": [
-            lambda: unpermute(rows[padded_rows], where.row_map, EXPERTS, weight=layer.probs)
+            lambda: unpermute(rows[layer.padded_rows], where.row_map, EXPERTS, weight=layer.probs)
         ],
     }
     if family.vllm_operators() is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -138,8 +139,8 @@ def dense_cases(tokens: int, experts: int, spec: RouterSpec) -> Iterator[family.
     yield family.Case(
         f"{name} forward", size,
         {
-            "ours": [lambda x=x: router_dense(x, dense, used) for x in logits],
-            "torch": [lambda x=x: by_torch(x) for x in logits],
+            "ours": [partial(router_dense, x, dense, used) for x in logits],
+            "torch": [partial(by_torch, x) for x in logits],
         },
         values * 9, check, ">=4x; 40% of copy at 2304; 16384x256 <=30 us",
     )  # fmt: skip
@@ -147,7 +148,7 @@ def dense_cases(tokens: int, experts: int, spec: RouterSpec) -> Iterator[family.
         f"{name} backward", size,
         {
             "ours": [
-                lambda x=x, g=g, m=m: router_dense_backward(g, x, m, dense)
+                partial(router_dense_backward, g, x, m, dense)
                 for (x, g), m in zip(pairs, maps, strict=True)
             ]
         },
@@ -156,8 +157,8 @@ def dense_cases(tokens: int, experts: int, spec: RouterSpec) -> Iterator[family.
     yield family.Case(
         f"{name} fwd+bwd", size,
         {
-            "ours": [lambda x=x, g=g: both(x, g) for x, g in pairs],
-            "torch": [lambda x=x, g=g: by_torch(x, g) for x, g in pairs],
+            "ours": [partial(both, x, g) for x, g in pairs],
+            "torch": [partial(by_torch, x, g) for x, g in pairs],
         },
         values * 22, check, ">=4x",
     )  # fmt: skip
@@ -185,12 +186,12 @@ def score_cases(tokens: int, experts: int, k: int, score: str) -> Iterator[famil
     yield family.Case(
         f"scores {score} forward", size,
         {
-            "ours": [lambda x=x: router_scores(x, k, score) for x in logits],
-            "torch": [lambda x=x: reference_training.router_scores(x, k, score) for x in logits],
+            "ours": [partial(router_scores, x, k, score) for x in logits],
+            "torch": [partial(reference_training.router_scores, x, k, score) for x in logits],
         },
         values * 9, check, "60% of copy at 2304",
     )  # fmt: skip
-    backward = [lambda x=x, g=g: router_scores_backward(g, x, k, score) for x, g in pairs]
+    backward = [partial(router_scores_backward, g, x, k, score) for x, g in pairs]
     yield family.Case(f"scores {score} backward", size, {"ours": backward}, values * 12, check)
 
 

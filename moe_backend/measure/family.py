@@ -7,7 +7,7 @@ checking, timing, the fraction of the copy bandwidth and the table, is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ class Case:
 
     operation: str
     size: str
-    calls: dict[str, Sequence[Call]]
+    calls: Mapping[str, Sequence[Call]]
     bytes: int
     check: Callable[[], str | None]
     target: str = ""
