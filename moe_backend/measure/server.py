@@ -11,6 +11,7 @@ included, every process of the server ends too, its port is free and its shared 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import shutil
@@ -77,6 +78,9 @@ def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     # `python -m` would put the current folder first on the path, and a checkout of this project
     # has a folder `kernels` there, which transformers would take for another package.
     environment["PYTHONSAFEPATH"] = "1"
+    # torch keeps compiled code below TMPDIR, which is private to a server and goes with it.
+    lasting = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", lasting)
     environment.update(extra or {})
     return environment
 
