@@ -68,7 +68,11 @@ def run_experts(
         from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
 
     pdl = config.pdl and x.is_cuda
-    x, topk_ids = x.contiguous(), topk_ids.contiguous()
+    x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    if shared_output is not None:
+        shared_output = shared_output.contiguous()
+    if expert_map is not None:
+        expert_map = expert_map.to(torch.int32)
     out = torch.empty_like(x)
     clamp = {"alpha": activation.alpha, "limit": activation.limit}
     if config.direct:

@@ -18,7 +18,7 @@ from moe_backend.kernels import grouped_gemm as gg
 from moe_backend.kernels.schedule import schedule
 
 from moe_backend import execution, reference
-from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfig
+from moe_backend.types import Activation, ExpertWeights, GemmConfig, KernelConfig, Routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 6e-3 if DEVICE == "cuda" else 4e-3
@@ -151,6 +151,7 @@ def test_expert_map_of_a_later_rank():
     routing.topk_ids[0, 0] = 1  # lives on the other rank
     expert_map = torch.tensor([-1, -1, -1, 1, 2, 0], dtype=torch.int32, device=DEVICE)
     for name in ("swapped", "direct"):
+        expert_map = expert_map.to(torch.int64)  # as the engine's may be
         out, want = run(x, routing, weights, CONFIGS[name], expert_map=expert_map)
         assert factories.relative_error(out, want) <= TOLERANCE, name
 
@@ -211,6 +212,17 @@ def test_bad_operands_are_named(change, message):
     }
     with pytest.raises(ValueError, match=message):
         gg.Operands(**(good | change))
+
+
+@pytest.mark.parametrize("config", ["swapped", "direct"])
+def test_views_and_half_precision(config):
+    """Strided weights and shared output, fp16 activations: what an engine may hand over."""
+    x, routing, weights = layer(5, 4, 2, 256, 128)
+    routing = Routing(routing.topk_ids, routing.topk_weights.T.contiguous().T, 4)
+    shared = torch.randn(256, 5, device=DEVICE).half().T
+    out, want = run(x.half(), routing, weights, CONFIGS[config], shared=shared)
+    assert out.dtype is torch.float16
+    assert factories.relative_error(out, want) <= TOLERANCE
 
 
 def test_empty_batch_and_weights_types():
