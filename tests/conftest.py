@@ -2,6 +2,7 @@
 """Shared fixtures; marks that need hardware skip with the reason."""
 
 import os
+import signal
 
 import interpreter
 import pytest
@@ -10,6 +11,10 @@ import torch
 # Triton decides at its import whether it interprets, and test modules of any folder may import it
 # while they are collected: it must be told before the first of them.
 INTERPRETED = interpreter.enable()
+
+# A shell that starts the suite in the background ignores Ctrl-C for it and for all that it starts;
+# tests that interrupt a process need the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 

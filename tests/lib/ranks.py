@@ -10,10 +10,13 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "ranks", "moe_backend.reference"])
 
 
-def _enter(function, rank, world_size, folder, args, channel, cuda) -> None:
+def _enter(work: bytes, rank, world_size, folder, channel, cuda) -> None:
+    sys.path.append(str(Path(__file__).parents[2]))  # pytest calls test modules tests.folder.name
+    function, args = pickle.loads(work)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -53,11 +58,12 @@ class Ranks:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.processes, self._channels = [], []
+        work = pickle.dumps((function, args))
         for rank in range(world_size):
             mine, theirs = _context.Pipe()
             process = _context.Process(
                 target=_enter,
-                args=(function, rank, world_size, self._folder.name, args, theirs, cuda),
+                args=(work, rank, world_size, self._folder.name, theirs, cuda),
                 daemon=True,
             )
             process.start()
