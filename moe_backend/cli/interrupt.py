@@ -25,7 +25,10 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 def ending(what_was_done: str) -> Iterator[None]:
     """Turns an interruption into a message and the exit code 128 + signal, after the clean-up."""
     main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, _raise) for n in (signal.SIGTERM, signal.SIGHUP) if main}
+    wanted = (signal.SIGTERM, signal.SIGHUP) if main else ()
+    # What is ignored stays ignored: that is how nohup works.
+    heard = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.signal(n, _raise) for n in heard}
     try:
         yield
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
-from leaks import Traces, alive
+from leaks import Traces, alive, hear_interrupts
 
 from moe_backend.measure import server as server_module
 from moe_backend.measure.server import ServerError, VllmServer
@@ -115,11 +115,19 @@ def test_whatever_ends_the_owner_ends_the_server(fake, tmp_path, number):
         "    print(s.port, s.log.parent, flush=True)\n"
         "    import time; time.sleep(600)\n"
     )
-    process = subprocess.Popen([sys.executable, str(owner)], stdout=subprocess.PIPE, text=True)
-    port, folder = process.stdout.readline().split()
-    notes = notes_of(fake.notes)
-    process.send_signal(number)
-    process.wait(20)
+    process = subprocess.Popen(
+        [sys.executable, str(owner)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
+    try:
+        port, folder = process.stdout.readline().split()
+        notes = notes_of(fake.notes)
+        process.send_signal(number)
+        process.wait(20)
+    finally:
+        process.kill()
     assert_nothing_left(notes, int(port))
     deadline = time.monotonic() + 5
     while Path(folder).exists() and time.monotonic() < deadline:

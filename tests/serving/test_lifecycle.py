@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from leaks import Traces, alive, traces_of
+from leaks import Traces, alive, hear_interrupts, traces_of
 
 from moe_backend.measure.checkpoint import write_checkpoint
 from moe_backend.measure.guard import children_of
@@ -66,6 +66,7 @@ def test_a_signal_while_the_demo_starts_leaves_nothing(tmp_path, demo_cache, num
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_interrupts,
     )
     for line in process.stderr:
         if "tma_fp8 server: reading" in line or "tma_fp8 server: starting the engine" in line:
@@ -98,6 +99,7 @@ def test_serve_is_the_server_itself_and_ends_on_ctrl_c(checkpoint):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     for line in process.stdout:
         if b"Resolved architecture" in line:
