@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_counter import sm_count, zeroed_line
+from .launch_counter import overlaps, sm_count, zeroed_line
 
 _COLS = 256  # wide enough to coalesce, narrow enough to waste little of 2,304
 _MAX_PARTIALS = 1024
@@ -27,8 +27,11 @@ _MAX_PARTIALS = 1024
 def _forward_kernel(
     probs_ptr, tokens_ptr, total_ptr, partial_ptr, loss_ptr, ticket_ptr,
     num_rows, num_cols, row_stride, factor, total,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTIALS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_programs = tl.num_programs(0)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, num_cols, COLS):
@@ -95,11 +98,13 @@ def aux_loss(
     programs = max(1, min(triton.cdiv(num_rows, rows), 4 * sm_count(device), _MAX_PARTIALS))
     partial = torch.empty(programs, dtype=torch.float32, device=device)
     on_device = isinstance(total_num_tokens, torch.Tensor)
+    pdl = overlaps(device, programs)
     _forward_kernel[(programs,)](
         probs, tokens_per_expert, total_num_tokens if on_device else None, partial, out,
         zeroed_line(device, 1), num_rows, num_cols, probs.stride(0), factor,
         1.0 if on_device else float(total_num_tokens),
-        ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), num_warps=8,
+        ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), PDL=pdl, launch_pdl=pdl,
+        num_warps=8,
     )  # fmt: skip
     return out
 

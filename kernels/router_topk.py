@@ -93,7 +93,8 @@ def _add_histogram(
                 tl.store(counts_ptr + expert, tl.sum(sums, 0), mask=expert < E)
 
 
-@triton.jit
+# compiled code must not differ by the number of tokens: a server compiles nothing once it is ready
+@triton.jit(do_not_specialize=["num_tokens"])
 def _router_topk_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, line_ptr, num_tokens, row_stride, scale,
     E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
@@ -200,7 +201,7 @@ def router_topk(
     if num_tokens == 0:
         return RouterOutput(ids, weights, counts)
     counted = max(32, triton.next_power_of_2(num_experts))
-    copies = _COPIES if num_tokens > _GROUP.value else 1
+    copies = _COPIES if mode == "last" and num_tokens > _GROUP.value else 1
     if mode == "last":
         tickets = 32 * (triton.cdiv(num_tokens, _GROUP.value) + 1)
         line = zeroed_line(device, tickets + copies * counted)

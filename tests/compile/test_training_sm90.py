@@ -32,3 +32,22 @@ def test_compiles_for_sm90():
     for kernel in kernels:
         assert kernel["shared"] <= 232448, kernel
         assert kernel["stack"] == 0 or kernel["kernel"] in SPILLING, kernel
+
+
+def test_router_compiles_once_whatever_the_number_of_tokens():
+    """Serving asks for no histogram: 1, an odd number and a multiple of 16 share one kernel."""
+    code = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import offline_sm90
+from moe_backend.kernels.router_topk import router_topk
+from moe_backend.types import RouterSpec
+with offline_sm90.compiling() as kernels:
+    for tokens in (1, 2, 7, 16, 48, 301):
+        router_topk(torch.randn(tokens, 256), RouterSpec(8, "sigmoid", 8, 4), want_counts=False)
+print(len(kernels))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, SCRIPT.parent], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-1] == "1"
