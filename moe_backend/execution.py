@@ -74,13 +74,15 @@ def run_experts(
     if expert_map is not None:
         expert_map = expert_map.to(torch.int32)
     out = torch.empty_like(x)
+    if not topk_ids.numel():  # an idle rank's batch
+        return out if shared_output is None else out.copy_(shared_output)
     clamp = {"alpha": activation.alpha, "limit": activation.limit}
     if config.direct:
         w13 = decode.Experts(weights.w13, weights.w13_scale, topk_ids, expert_map)
         w2 = decode.Experts(weights.w2, weights.w2_scale, topk_ids, expert_map)
         rows = decode.decode_up(x, w13, pdl=pdl, **clamp)
         return decode.decode_down(rows, w2, topk_weights, out, shared=shared_output, pdl=pdl)
-    if not config.gather and 0 < topk_ids.numel() <= schedule_quant.MAX_ROUTES:
+    if not config.gather and topk_ids.numel() <= schedule_quant.MAX_ROUTES:
         plan, a, a_scale = schedule_quant.schedule_quant(
             x, topk_ids, weights.num_local_experts, config.align, expert_map=expert_map, pdl=pdl
         )

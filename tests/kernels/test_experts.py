@@ -225,7 +225,8 @@ def test_views_and_half_precision(config):
     assert factories.relative_error(out, want) <= TOLERANCE
 
 
-def test_empty_batch_and_weights_types():
+@pytest.mark.parametrize("config", CONFIGS)
+def test_empty_batch_and_weights_types(config):
     _, _, weights = layer(1, 3, 2, 256, 128)
     x = torch.empty(0, 256, dtype=torch.bfloat16, device=DEVICE)
     ids = torch.empty(0, 2, dtype=torch.int32, device=DEVICE)
@@ -237,7 +238,7 @@ def test_empty_batch_and_weights_types():
         Activation(),
         None,
         None,
-        CONFIGS["swapped"],
+        CONFIGS[config],
     )
     assert out.shape == (0, 256)
     with pytest.raises(ValueError, match="w13"):
