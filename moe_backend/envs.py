@@ -35,8 +35,8 @@ class Settings(BaseModel):
     )
     ep: Literal["auto", "symm", "nccl", "engine"] = Field(
         "auto",
-        description="all-to-all under expert parallelism; auto takes symm where every rank of the "
-        "group has peer access, else the engine's own",
+        description="all-to-all under expert parallelism; auto takes the engine's own on GPUs and "
+        "ours without; symm and nccl are on request",
     )
     ep_timeout_s: float = Field(
         30.0, gt=0, description="bound on every wait for another rank, in seconds"

@@ -139,8 +139,8 @@ def transport(setting: str, platform: str, replicated: bool) -> str:
         return setting
     if replicated:
         return _engine("ranks of a tensor-parallel group hold the same tokens")
-    answer = symm_everywhere()
-    return "symm" if answer.ok else _engine(answer.reason)
+    answer = symm_everywhere()  # a choice for the user until it has been measured on GPUs
+    return _engine("MOE_BACKEND_EP=symm is there on request" if answer.ok else answer.reason)
 
 
 def _engine(reason: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before the server is ready: compile what any batch can select, and prove the layer once.
+"""Before the server is ready: compile what any batch can select, and prove the layer with it.
 
 CUDA only; on a CPU the reference runs, which has nothing to compile and nothing to be proved
 against. Done for the first layer of each size; a reload does not repeat it.
@@ -17,7 +17,7 @@ from moe_backend import pipeline, reference
 from moe_backend.types import Activation, ExpertWeights, KernelConfig, MoEShape, RouterSpec
 from moe_backend.vllm_plugin.checks import Refused
 
-SAMPLED_ROWS = 8
+SAMPLED_ROWS = 4  # of each batch; the oracle dequantises every expert that they meet
 # An oracle that rounds where the kernels round differs by the bf16 output (1.7e-3) and by FP8
 # codes that flip where sums are ordered differently; a wrong scale or a lost block is above 1e-1.
 TOLERANCE = 2e-2
@@ -55,9 +55,9 @@ class Subject:
             x, ids, weights, self.weights, self.activation, self.expert_map
         )
 
-    def batch(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, tokens: int, draw: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.weights.w13.device
-        generator = torch.Generator(device).manual_seed(tokens)
+        generator = torch.Generator(device).manual_seed(2 * tokens + draw)
         x = torch.randn(tokens, self.shape.hidden, generator=generator, device=device)
         logits = torch.randn(tokens, self.shape.num_experts, generator=generator, device=device)
         return x.bfloat16(), logits
@@ -83,7 +83,7 @@ def token_counts(choose: Callable[[int], Any], most: int) -> list[int]:
 
 
 def make_ready(subject: Subject) -> None:
-    """Compiles and checks a layer; raises Refused when its output is wrong."""
+    """Compiles and checks a layer at every size; raises Refused when its output is wrong."""
     key = (subject.shape, subject.spec, subject.activation)
     if key in _ready:
         return
@@ -96,31 +96,44 @@ def make_ready(subject: Subject) -> None:
 
     with torch.inference_mode():
         for tokens in token_counts(choose, subject.max_tokens):
-            subject.run(*subject.batch(tokens))
-        self_test(subject)
+            self_test(subject, tokens)
     torch.cuda.empty_cache()
     _ready.add(key)
 
 
-def self_test(subject: Subject) -> None:
-    """The largest batch on the layer's own weights; rows from end to end are compared."""
-    most = subject.max_tokens
-    x, logits = subject.batch(most)
+def self_test(subject: Subject, tokens: int) -> None:
+    """One batch on the layer's own weights; rows from end to end are compared.
+
+    A second draw decides when the first differs: two experts may score alike to the last bit, and
+    then the oracle may take the other one. What is wrong is wrong twice.
+    """
+    errors = [_error(subject, tokens, 0)]
+    if errors[0] > TOLERANCE:
+        errors.append(_error(subject, tokens, 1))
+    if min(errors) > TOLERANCE:
+        device = subject.weights.w13.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        raise Refused(
+            f"--quantization tma_fp8, layer {subject.name}: the self-test at {tokens} tokens on "
+            f"{where} differs from the reference by {min(errors):.2e} (allowed "
+            f"{TOLERANCE:g}). Tuned files of your own in MOE_BACKEND_CONFIG_DIR may be the cause; "
+            "otherwise report it with the output of `moe-backend doctor`. "
+            "Start without --quantization tma_fp8."
+        )
+
+
+def _error(subject: Subject, tokens: int, draw: int) -> float:
+    """Relative error of sampled rows; 0 where there is nothing to compare with."""
+    x, logits = subject.batch(tokens, draw)
     out = subject.run(x, logits)
     # in integers: an engine that loads a model has bf16 for its default dtype
-    rows = (torch.arange(SAMPLED_ROWS, device=x.device) * (most - 1) // (SAMPLED_ROWS - 1)).unique()
+    steps = torch.arange(SAMPLED_ROWS, device=x.device) * (tokens - 1)
+    rows = (steps // (SAMPLED_ROWS - 1)).unique()
     wanted = subject.oracle(x[rows], logits[rows]).float()
     if not bool(wanted.isfinite().all()) or not float(wanted.norm()):
-        return  # dummy weights may hold anything; there is nothing to compare with
+        return 0.0  # dummy weights may hold anything
     error = float((out[rows].float() - wanted).norm() / wanted.norm())
-    if not error <= TOLERANCE:
-        where = torch.cuda.get_device_name(x.device) if x.is_cuda else str(x.device)
-        raise Refused(
-            f"--quantization tma_fp8, layer {subject.name}: the self-test at {most} tokens on "
-            f"{where} differs from the reference by {error:.2e} (allowed {TOLERANCE:g}). Tuned "
-            "files of your own in MOE_BACKEND_CONFIG_DIR may be the cause; otherwise report it "
-            "with the output of `moe-backend doctor`. Start without --quantization tma_fp8."
-        )
+    return error if error == error else float("inf")
 
 
 def chosen(shape: MoEShape, max_tokens: int, device: torch.device) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def _undecided():
     "setting, platform, replicated, peers, chosen",
     [
         ("auto", "cpu", False, None, "gloo"),
-        ("auto", "cuda", False, Support(True), "symm"),
+        ("auto", "cuda", False, Support(True), "engine"),
+        ("symm", "cuda", False, Support(True), "symm"),
         ("auto", "cuda", False, Support(False, "no peer access"), "engine"),
         ("auto", "cuda", True, Support(True), "engine"),
         ("engine", "cuda", False, Support(True), "engine"),

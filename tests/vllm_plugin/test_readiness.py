@@ -47,7 +47,7 @@ def test_every_configuration_is_met(most):
 
 
 def test_right_layer_passes(subject):
-    readiness.self_test(subject)
+    readiness.self_test(subject, subject.max_tokens)
 
 
 @pytest.mark.parametrize("fault", ["twice the factor", "one row lost", "NaN"])
@@ -63,7 +63,7 @@ def test_wrong_layer_stops_the_start(monkeypatch, subject, fault):
 
     monkeypatch.setattr(pipeline, "moe_layer", wrong)
     with pytest.raises(Refused, match=r"layer model.layers.3.mlp.experts: the self-test at 65"):
-        readiness.self_test(subject)
+        readiness.self_test(subject, subject.max_tokens)
 
 
 def test_dummy_weights_without_values_pass(subject):
@@ -71,19 +71,21 @@ def test_dummy_weights_without_values_pass(subject):
     weights = subject.weights
     for value in (0.0, torch.nan):
         broken = replace(weights, w13_scale=torch.full_like(weights.w13_scale, value))
-        readiness.self_test(replace(subject, weights=broken))
+        readiness.self_test(replace(subject, weights=broken), 65)
 
 
 def test_layers_of_equal_size_are_readied_once(monkeypatch, subject):
     done = []
-    monkeypatch.setattr(readiness, "self_test", done.append)
+    monkeypatch.setattr(
+        readiness, "self_test", lambda layer, tokens: done.append((layer.name, tokens))
+    )
     monkeypatch.setattr(readiness, "_ready", set())
     monkeypatch.setattr(readiness, "token_counts", lambda choose, most: [1, most])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for name in ("a", "b"):
         readiness.make_ready(replace(subject, name=name))
     readiness.make_ready(replace(subject, spec=replace(subject.spec, scale=1.0)))
-    assert [one.name for one in done] == ["a", "model.layers.3.mlp.experts"]
+    assert done == [(name, n) for name in ("a", "model.layers.3.mlp.experts") for n in (1, 65)]
 
 
 def test_samples_stay_in_range_while_the_engine_loads_in_bf16(subject, monkeypatch):
@@ -95,6 +97,6 @@ def test_samples_stay_in_range_while_the_engine_loads_in_bf16(subject, monkeypat
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        readiness.self_test(large)
+        readiness.self_test(large, most)
     finally:
         torch.set_default_dtype(before)
