@@ -189,10 +189,10 @@ class ExpertWeights:
 class GemmConfig:
     """Tiles of one grouped GEMM. ``kernel`` names the implementation that the tiles are for.
 
-    ``swap`` puts weight rows on the MMA's M, for experts with few rows; ``unroll`` is how many steps
-    of 128 of K an iteration of the up projection takes, ``span`` how many column blocks a program of
-    the down projection streams (all three Triton only). ``turns`` makes the Gluon kernel's two
-    consumers issue their MMAs in turns.
+    ``swap`` puts weight rows on the MMA's M, for experts with few rows; ``unroll`` is how many
+    steps of 128 of K an iteration of the up projection takes, ``span`` how many column blocks a
+    program of the down projection streams (all three Triton only). ``turns`` makes the Gluon
+    kernel's two consumers issue their MMAs in turns.
     """
 
     kernel: Literal["triton", "gluon"] = "triton"
