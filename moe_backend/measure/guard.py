@@ -149,6 +149,9 @@ class Guard:
                 self.child.wait(self.grace)
         code = self.child.poll()
         sweep(self.segments, self._foreign)
+        # The owner may have gone meanwhile; then nobody else removes its folders.
+        if select.select([0], [], [], 0)[0] and not os.read(0, 4096):
+            self.owner_gone = True
         return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
