@@ -125,7 +125,7 @@ def _head(report: dict[str, Any]) -> str:
         counts = status.get("layers", {})
         ours, total = counts.get("moe_backend", 0), sum(counts.values())
         kind = "ok" if status.get("active") else "bad"
-        cards.append(_card("MoE layers on our kernels", f"{ours} of {total}", "", kind))
+        cards.append(_card("MoE layers on moe_backend", f"{ours} of {total}", "", kind))
     intro = f"<p class=soft>{escape(report.get('intro', ''))}</p>"
     return f'<h1>{escape(report["title"])}</h1>{intro}<div class="cards">{"".join(cards)}</div>'
 
