@@ -3,6 +3,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,19 @@ def test_wrong_settings_are_named(tmp_path, variables, said):
     done = venv(tmp_path / "new", **variables)
     assert done.returncode == 2 and said in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_cuda_sees_everything_that_its_interpreter_sees(tmp_path):
+    """A vLLM in a virtual environment: --system-site-packages alone reaches past it."""
+    outer, inner = tmp_path / "outer", tmp_path / "inner"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", outer], check=True)
+    (packages,) = outer.glob("lib/python3*/site-packages")
+    (packages / "engine_of_outer.py").touch()
+    (packages / "pip.py").write_text("import engine_of_outer, sys; print(sys.argv)")
+    done = venv(inner, FLAVOR="cuda", PYTHON=str(outer / "bin" / "python"))
+    assert done.returncode == 0, done.stderr
+    assert "[report,test]" in (inner / "install.log").read_text()
+    subprocess.run([inner / "bin" / "python", "-c", "import engine_of_outer"], check=True)
 
 
 def test_continuous_integration_runs_what_everybody_runs():
