@@ -24,7 +24,10 @@ from moe_backend.measure.parity import Request, run_parity
 from moe_backend.measure.sides import stock_model
 from moe_backend.measure.vllm_bench import Load
 
-MAX_MODEL_LEN = "1024"  # prompts are short; a small cache starts sooner
+SERVER_ARGS = ("--max-model-len", "1024")  # prompts are short; a small cache starts sooner
+# Both servers start and stay on one GPU: each takes a cache of a fixed size, because neither can
+# measure what is free while the other is starting.
+SHARED_GPU_ARGS = ("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(2 << 30))
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
     on_gpu = environment.has_gpu()
     model = _checkpoint(setting, report)
     stock = stock_model(str(model), on_gpu, report)
-    args = ("--max-model-len", MAX_MODEL_LEN)
+    args = (*SERVER_ARGS, *(SHARED_GPU_ARGS if on_gpu else ()))
     plan = Plan(
         sides=(default_side(stock, args), plugin_side(str(model), args)),
         loads=tuple(
@@ -64,7 +67,6 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
             for rate in setting.rates
         ),
         rounds=setting.rounds,
-        together=not on_gpu,
     )
     with ServerPool(plan, report, logs=out) as pool:
         runs = measure(plan, pool, report)
