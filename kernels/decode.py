@@ -10,7 +10,8 @@ and K until every SM streams weights:
                -> down:  out[token] = sum over slot of weight * bf16(w2[e] . Q[route]), slot order
 
 Weight rows stand on the MMA's M; its N holds 16 rows of which one counts (TMA brings neighbours or
-zeros). The down projection either walks all slots of a token and reduces on the way, or, where
+zeros). A program that starts before the kernel in front is done (PDL) asks L2 for its weights: the
+ids that choose them are older than that kernel. The down projection either walks all slots of a token and reduces on the way, or, where
 columns are too few to fill the GPU, writes one row per route for unpermute_reduce.
 """
 
@@ -22,13 +23,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped_gemm import swiglu
+from .grouped_gemm import prefetch, swiglu
 from .quant_fp8 import quant_fp8, quantise
 from .unpermute_reduce import unpermute_reduce
 
 _ROWS = 64  # weight rows of a program
 _NARROW = 16  # the MMA's smallest N
 _PROGRAMS = 264  # two for every SM of an H200
+_LINES = 8  # 128-byte lines of each row of w2 that are asked for ahead
 _WIDE = 96  # column tiles of a token that fill most SMs
 
 
@@ -43,30 +45,34 @@ def _expert(ids_ptr, map_ptr, route, num_global, E: tl.constexpr, MAPPED: tl.con
 
 @triton.jit
 def _decode_up_kernel(
-    x_desc, w_desc, x_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, part_ptr,
+    x_desc, w_desc, w_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, part_ptr,
     K, inter, num_routes, num_global, top_k, steps,
     E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of w13 times one token over ``steps`` groups of K (grid: rows, route, split)."""
     route = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
-    if e < 0:
-        return
     token = route // top_k
     groups = tl.cdiv(K, 128)
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
+    start = tl.program_id(2) * steps
+    stop = tl.minimum(start + steps, groups)
+    if PDL:
+        if e >= 0:
+            mine = w_ptr + (e * 2 * inter + tl.minimum(row, 2 * inter - 1)).to(tl.int64) * K
+            for k in range(start, stop):
+                prefetch(mine + k * 128, 128, 1)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if e < 0:
+        return
     blocks = tl.cdiv(inter, 128)
     block = tl.where(row < inter, row // 128, blocks + (row - inter) // 128)
     block = tl.minimum(block, 2 * blocks - 1)
     w_scale_row = w_scale_ptr + (e * 2 * blocks + block) * groups
     x_scale_row = x_scale_ptr + token.to(tl.int64) * groups
-    start = tl.program_id(2) * steps
-    stop = tl.minimum(start + steps, groups)
     acc = tl.zeros((ROWS, NARROW), tl.float32)
     scale = tl.load(w_scale_row + start) * tl.load(x_scale_row + start)
     for k in tl.range(start, stop, num_stages=STAGES):
@@ -89,9 +95,9 @@ def _decode_act_kernel(
 ):  # fmt: skip
     """Sum of the splits, SwiGLU and quantisation of one route (grid: route, groups)."""
     route = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    if PDL:  # the down projection may start at once: it only looks at ids and weights
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     live = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED) >= 0
     tl.store(row_ptr + route, tl.where(live, route, -1))
     if not live:
@@ -113,10 +119,12 @@ def _decode_act_kernel(
 
 @triton.jit
 def _decode_down_kernel(
-    h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr, out_ptr,
+    h_desc, w_desc, w_ptr, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, weight_ptr, shared_ptr,
+    out_ptr,
     hidden, inter, num_global,
     TOP_K: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr,
     NARROW: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """ROWS columns of a token's output: all of its slots in one loop (grid: columns, token)."""
     token = tl.program_id(1)
@@ -125,6 +133,11 @@ def _decode_down_kernel(
     groups = tl.cdiv(inter, 128)
     block = tl.minimum(row, hidden - 1) // 128
     if PDL:
+        for slot in tl.static_range(TOP_K):
+            e = _expert(ids_ptr, map_ptr, token * TOP_K + slot, num_global, E, MAPPED)
+            if e >= 0:
+                mine = w_ptr + (e * hidden + tl.minimum(row, hidden - 1)).to(tl.int64) * inter
+                prefetch(mine, inter, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, NARROW), tl.float32)
@@ -154,10 +167,10 @@ def _decode_down_kernel(
 
 @triton.jit
 def _decode_rows_kernel(
-    h_desc, w_desc, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, rows_ptr,
+    h_desc, w_desc, w_ptr, h_scale_ptr, w_scale_ptr, ids_ptr, map_ptr, rows_ptr,
     hidden, inter, num_global,
     E: tl.constexpr, MAPPED: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr,
-    GROUPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """ROWS columns of one route's row (grid: columns, route). Absent routes write nothing."""
     route = tl.program_id(1)
@@ -165,10 +178,13 @@ def _decode_rows_kernel(
     row = first_row + tl.arange(0, ROWS)
     groups = tl.cdiv(inter, 128)
     block = tl.minimum(row, hidden - 1) // 128
+    e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
     if PDL:
+        if e >= 0:
+            mine = w_ptr + (e * hidden + tl.minimum(row, hidden - 1)).to(tl.int64) * inter
+            prefetch(mine, inter, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e = _expert(ids_ptr, map_ptr, route, num_global, E, MAPPED)
     if e < 0:
         return
     # all scales at once: programs are too short to wait for them in every step
@@ -248,7 +264,7 @@ def decode_up(
     q, scale = quant_fp8(x, pdl=pdl)
     part = torch.empty((splits, routes, two_inter), dtype=torch.float32, device=x.device)
     _decode_up_kernel[(triton.cdiv(two_inter, _ROWS), routes, splits)](
-        TensorDescriptor.from_tensor(q, [_NARROW, 128]), w13.descriptor(), scale, w13.scale,
+        TensorDescriptor.from_tensor(q, [_NARROW, 128]), w13.descriptor(), w13.weights, scale, w13.scale,
         w13.topk_ids, w13.expert_map, part, k, inter, routes, w13.num_global,
         w13.topk_ids.shape[1], steps, ROWS=_ROWS, NARROW=_NARROW, STAGES=stages,
         num_stages=stages, **w13.common(pdl),
@@ -282,16 +298,18 @@ def decode_down(
     h_desc = TensorDescriptor.from_tensor(rows.h, [_NARROW, 128])
     if columns >= _WIDE and num_tokens <= 2:
         _decode_down_kernel[(columns, num_tokens)](
-            h_desc, w2.descriptor(), rows.scale, w2.scale, w2.topk_ids, w2.expert_map,
+            h_desc, w2.descriptor(), w2.weights, rows.scale, w2.scale, w2.topk_ids, w2.expert_map,
             topk_weights, shared, out, hidden, inter, w2.num_global,
             TOP_K=top_k, ROWS=_ROWS, NARROW=_NARROW, SHARED=shared is not None,
-            STAGES=14, num_stages=14, **w2.common(pdl),  # half of them wait for the expert's id
+            LINES=min(groups, _LINES), STAGES=14, num_stages=14, **w2.common(pdl),  # half of them wait for the expert's id
         )  # fmt: skip
         return out
     routes = out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)
     _decode_rows_kernel[(columns, num_tokens * top_k)](
-        h_desc, w2.descriptor(), rows.scale, w2.scale, w2.topk_ids, w2.expert_map, routes,
+        h_desc, w2.descriptor(), w2.weights, rows.scale, w2.scale, w2.topk_ids, w2.expert_map,
+        routes,
         hidden, inter, w2.num_global, ROWS=_ROWS, NARROW=_NARROW,
-        GROUPS=max(2, triton.next_power_of_2(groups)), STAGES=4, num_stages=4, **w2.common(pdl),
+        GROUPS=max(2, triton.next_power_of_2(groups)), LINES=min(groups, _LINES), STAGES=4,
+        num_stages=4, **w2.common(pdl),
     )  # fmt: skip
     return unpermute_reduce(routes, rows.route_row, topk_weights, out, shared=shared, pdl=pdl)

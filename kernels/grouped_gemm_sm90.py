@@ -13,6 +13,8 @@ while the other consumer's MMAs run: the two take turns (named barriers 10 and 1
 
 Tiles with at most 64 valid rows are shared the other way: each consumer takes half of the columns.
 Tiles are walked in pairs of row tiles, all column blocks of a pair first, for reuse in L2.
+Where every token has one route here (SCATTER), rows leave weighted to their token's row of the
+output, through shared memory so that each is written whole.
 """
 
 from dataclasses import dataclass
@@ -31,9 +33,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .grouped_gemm import Operands
+from .grouped_gemm import Operands, check_out
 from .schedule import Schedule
-from .sm90_parts import HALF, MMA, Pair, Ring, Target, Work, pass_turn, pin, take_turn
+from .sm90_parts import (
+    HALF,
+    MMA,
+    Pair,
+    Ring,
+    Target,
+    Work,
+    pass_turn,
+    pin,
+    start_beside_the_kernel_in_front,
+    take_turn,
+)
 
 ALIGN = 128
 _FP8 = gl.NVMMASharedLayout(128, 8, 2)
@@ -235,6 +248,23 @@ def _put(c_desc, buffer, tile, row, column, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def _scatter(dst, buffer, tile, row, column, valid):
+    """``valid`` rows of a 64x128 tile, weighted, to the rows of their tokens."""
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    gl.thread_barrier()
+    buffer.store(tile.to(gl.bfloat16))
+    gl.thread_barrier()
+    r = gl.arange(0, 64, gl.SliceLayout(1, LINE))
+    cols = column + gl.arange(0, 128, gl.SliceLayout(0, LINE))
+    token = gl.load(dst.row_route_ptr + row + r, mask=r < valid, other=0)
+    weight = gl.load(dst.weight_ptr + token, mask=r < valid, other=0.0)
+    y = buffer.load(LINE).to(gl.float32) * weight[:, None]
+    at = dst.ptr + token.to(gl.int64)[:, None] * dst.width + cols[None, :]
+    inside = (r < valid)[:, None] & (cols < dst.width)[None, :]
+    gl.store(at, y.to(dst.ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
 def _quantise(h, amax):
     scale = gl.maximum(amax, 1e-10) * (1.0 / 448.0)
     inverse = gl.div_rn(gl.full_like(scale, 1.0), scale)
@@ -244,7 +274,7 @@ def _quantise(h, amax):
 
 @gluon.jit
 def _whole_tile(
-    dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
+    dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr, valid,
     CONSUMER: gl.constexpr, GATHER: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = work.K // 128
@@ -268,6 +298,10 @@ def _whole_tile(
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, MMA))
         gl.store(dst.scale_ptr + column_tile * dst.num_rows + rows, scale)
         _put(dst.desc, out.index(0), q, row, column_tile * 128, 0)
+    elif dst.SCATTER:
+        left = valid - CONSUMER * 64
+        _scatter(dst, out.index(0), acc0, row, column_tile * 256, left)
+        _scatter(dst, out.index(1), acc1, row, column_tile * 256 + 128, left)
     else:
         _put(dst.desc, out.index(0), acc0.to(gl.bfloat16), row, column_tile * 256, 1)
         _put(dst.desc, out.index(1), acc1.to(gl.bfloat16), row, column_tile * 256 + 128, 1)
@@ -314,11 +348,19 @@ def _block_tile(
         w = next_w
         stage, phase = ring.next(stage, phase)
     column = column_tile * 256 + CONSUMER * 128
+    if dst.SCATTER:
+        _scatter(dst, out.index(1), acc, row_tile * 128, column, valid)
+    else:
+        _put_strips(dst, out.index(1), acc, row_tile, column, valid)
+    return stage, phase
+
+
+@gluon.jit
+def _put_strips(dst, buffer, tile, row_tile, column, valid):
     # the second buffer: a whole tile begins with the first and lets one store be pending
-    buffer = out.index(1)
     tma.store_wait(0)
     gl.thread_barrier()
-    buffer.store(acc.to(gl.bfloat16))
+    buffer.store(tile.to(gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()
     for i in gl.static_range(4):
@@ -326,7 +368,6 @@ def _block_tile(
             tma.async_copy_shared_to_global(
                 dst.strip_desc, [row_tile * 128 + i * 16, column], buffer.slice(i * 16, 16, 0)
             )
-    return stage, phase
 
 
 @gluon.jit
@@ -353,7 +394,7 @@ def _consume(
         if valid > 64:
             stage, phase = _whole_tile(
                 dst, out, ring, work, stage, phase, row_tile, column_tile, w0, w1, w0_ptr, w1_ptr,
-                CONSUMER, GATHER, TURNS,
+                valid, CONSUMER, GATHER, TURNS,
             )  # fmt: skip
         elif work.FUSED:
             stage, phase = _half_tile(
@@ -381,10 +422,11 @@ def _consume(
 @gluon.jit
 def _sm90_kernel(
     a_desc, a_ptr, b_desc, s_desc, s_ptr, c_desc, strip_desc, c_ptr, c_scale_ptr, b_scale_ptr,
-    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr,
+    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, row_route_ptr, weight_ptr,
     num_rows, width, top_k, first_block, alpha, limit,
     N: gl.constexpr, K: gl.constexpr, COLUMN_TILES: gl.constexpr, STAGES: gl.constexpr,
     FUSED: gl.constexpr, GATHER: gl.constexpr, LIMITED: gl.constexpr, TURNS: gl.constexpr,
+    SCATTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = 1 if FUSED else 2
     LINE: gl.constexpr = (
@@ -413,8 +455,12 @@ def _sm90_kernel(
     mbarrier.init(pair.ready, count=2)
     fence_async_shared()
     gl.thread_barrier()
+    start_beside_the_kernel_in_front(PDL)
     num_tiles = gl.load(num_tiles_ptr)
-    dst = Target(c_desc, strip_desc, c_ptr, c_scale_ptr, width, num_rows, alpha, limit, LIMITED)
+    dst = Target(
+        c_desc, strip_desc, c_ptr, c_scale_ptr, row_route_ptr, weight_ptr, width, num_rows,
+        alpha, limit, LIMITED, SCATTER,
+    )  # fmt: skip
     work = Work(
         tile_expert_ptr, tile_rows_ptr, b_scale_ptr, num_tiles, first_block,
         N, K, COLUMN_TILES, FUSED,
@@ -444,9 +490,11 @@ def _sm90_kernel(
 @dataclass(frozen=True)
 class _Options:
     turns: bool
+    pdl: bool
     alpha: float = 1.0
     limit: float | None = None
     first_block: int = 0
+    weights: torch.Tensor | None = None
 
 
 def _num_sms(device: torch.device) -> int:
@@ -472,22 +520,29 @@ def _launch(
             f"found {plan.align} rows, N {n}, K {k}"
         )
     b = TensorDescriptor.from_tensor(x.b.view(-1, k), [128, 128], _FP8)
-    out, strip = (
-        TensorDescriptor.from_tensor(c, [rows, 128], _FP8 if fused else _BF16) for rows in (64, 16)
-    )
+    scatter = options.weights is not None
+    if scatter and c.dtype != torch.bfloat16:  # the descriptor only names the buffers' layout then
+        out = strip = TensorDescriptor.from_tensor(c.view(torch.bfloat16), [64, 128], _BF16)
+    else:
+        out, strip = (
+            TensorDescriptor.from_tensor(c, [rows, 128], _FP8 if fused else _BF16)
+            for rows in (64, 16)
+        )
     a_desc = s_desc = None
     if not x.by_token:
         a_desc = TensorDescriptor.from_tensor(x.a, [64, 128], _FP8)
         s_desc = TensorDescriptor.from_tensor(x.a_scale.view(-1), [128], _FP32)
     width = n // 2 if fused else c.shape[1]
     limit, scales = options.limit or 0.0, c_scale if fused else x.b_scale  # the latter unused
+    weights = options.weights if scatter else x.b_scale  # the latter unused
     _sm90_kernel[(_num_sms(x.a.device),)](
         a_desc, x.a, b, s_desc, x.a_scale, out, strip, c, scales, x.b_scale,
-        plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route,
+        plan.tile_expert, plan.tile_rows, plan.num_tiles, plan.row_route, weights,
         plan.num_rows, c.shape[1], plan.route_row.shape[1], options.first_block,
         options.alpha, limit, N=n, K=k, COLUMN_TILES=triton.cdiv(width, 128 if fused else 256),
         STAGES=4 if fused else 3, FUSED=fused, GATHER=x.by_token,
-        LIMITED=options.limit is not None, TURNS=options.turns, num_warps=4, maxnreg=168,
+        LIMITED=options.limit is not None, TURNS=options.turns, SCATTER=scatter,
+        PDL=options.pdl, launch_pdl=options.pdl, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -498,12 +553,13 @@ def grouped_gemm_swiglu(
     alpha: float = 1.0,
     limit: float | None = None,
     turns: bool = True,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As grouped_gemm.grouped_gemm_swiglu; with ``x.by_token`` A's rows are gathered."""
     rows, inter = plan.num_rows, x.b.shape[1] // 2
     q = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.a.device)
     qs = torch.empty((inter // 128, rows), dtype=torch.float32, device=x.a.device)
-    _launch(x, plan, q, qs, _Options(turns, alpha, limit))
+    _launch(x, plan, q, qs, _Options(turns, pdl, alpha, limit))
     return q, qs
 
 
@@ -514,9 +570,13 @@ def grouped_gemm(
     first_column: int = 0,
     out: torch.Tensor | None = None,
     turns: bool = True,
+    pdl: bool = False,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As grouped_gemm.grouped_gemm."""
     if out is None:
         out = torch.empty((plan.num_rows, x.b.shape[1]), dtype=torch.bfloat16, device=x.a.device)
-    _launch(x, plan, out, None, _Options(turns, first_block=first_column // 128))
+    check_out(plan, out, first_column, 128, weights)
+    options = _Options(turns, pdl, first_block=first_column // 128, weights=weights)
+    _launch(x, plan, out, None, options)
     return out

@@ -14,6 +14,9 @@ sized by the worst case ``max_tiles``.
 Up to 2,048 routes: one launch, in which each program counts all routes and ranks a few of them.
 Beyond: count (per block of routes), scan (over blocks), place. The order within an expert is that
 of the routes, so results do not depend on timing.
+
+With PDL the last launch lets its successor start at once, while counts are still being made: a
+successor waits before it reads anything of the schedule, and at the latest at its end.
 """
 
 from typing import NamedTuple
@@ -33,6 +36,7 @@ class Schedule(NamedTuple):
     tile_rows: torch.Tensor  # [max_tiles] int32
     num_tiles: torch.Tensor  # [1] int32, live tiles
     align: int
+    scratch: torch.Tensor | None = None  # keeps memory of running kernels from being given away
 
     @property
     def num_rows(self) -> int:
@@ -107,9 +111,12 @@ def _schedule_kernel(
     ids_ptr, map_ptr, route_row_ptr, row_route_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
     E: tl.constexpr, E_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    RANKED: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr,
+    RANKED: tl.constexpr, TILES: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One launch: program p counts all routes, places routes and tiles of its share."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
     everyone = load_experts(
@@ -143,9 +150,12 @@ def _schedule_kernel(
 def _count_kernel(
     ids_ptr, map_ptr, rank_ptr, block_count_ptr, num_routes, num_global,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rank of each route within its block, and the block's histogram."""
+    if PDL:  # only now may others start: what they read without waiting is complete
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * BLOCK
     index = first + tl.arange(0, BLOCK)
     e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
@@ -167,8 +177,12 @@ def _scan_kernel(
     E_PAD: tl.constexpr,
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Exclusive sums over blocks in place, and the totals, for ``EXPERTS`` experts a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_blocks, BLOCKS):
@@ -187,9 +201,12 @@ def _place_kernel(
     tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
     num_routes, num_global, num_tiles, align,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows from ranks, block bases and padded totals (in place of the ranks), and the tiles."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = load_experts(ids_ptr, map_ptr, index, num_routes, num_global, E, MAPPED)
     experts = tl.arange(0, E_PAD)
@@ -240,6 +257,7 @@ def schedule(
     align: int,
     *,
     expert_map: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> Schedule:
     """Order the routes by expert.
 
@@ -258,12 +276,13 @@ def schedule(
     num_global = num_local_experts if expert_map is None else expert_map.shape[0]
     e_pad = triton.next_power_of_2(max(num_local_experts, 16))
     sizes = {"E": num_local_experts, "E_PAD": e_pad, "MAPPED": expert_map is not None, "TILES": 16}
+    overlap = {"PDL": pdl, "launch_pdl": pdl}
     if num_routes <= SINGLE_LAUNCH_ROUTES:
         r_pad = max(32, triton.next_power_of_2(num_routes))
         _schedule_kernel[(triton.cdiv(num_routes, 16),)](
             topk_ids, expert_map, route_row, row_route, *tiles,
             num_routes, num_global, num_tiles, align,
-            R_PAD=r_pad, CHUNK=min(r_pad, 512), RANKED=16, **sizes,
+            R_PAD=r_pad, CHUNK=min(r_pad, 512), RANKED=16, **sizes, **overlap,
         )  # fmt: skip
         return out
     blocks = triton.cdiv(num_routes, _BLOCK)
@@ -281,14 +300,15 @@ def schedule(
         CHUNK=min(e_pad, 128),
         num_warps=8,
         **sizes,
+        **overlap,
     )
     experts = min(8, e_pad)
     _scan_kernel[(e_pad // experts,)](
-        block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts
+        block_count, counts, blocks, E_PAD=e_pad, BLOCKS=128, EXPERTS=experts, **overlap
     )
     _place_kernel[(blocks,)](
         topk_ids, expert_map, route_row, block_count, counts, row_route, *tiles,
         num_routes, num_global, num_tiles, align,
-        BLOCK=_BLOCK, TILES=tiles_per_program, **sizes,
+        BLOCK=_BLOCK, TILES=tiles_per_program, **sizes, **overlap,
     )  # fmt: skip
-    return out
+    return out._replace(scratch=block_count)

@@ -27,11 +27,11 @@ MAX_ROUTES = 2048
 @triton.jit
 def _schedule_quant_kernel(
     x_ptr, q_ptr, s_ptr, ids_ptr, map_ptr, route_row_ptr, row_route_ptr,
-    tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
+    tile_expert_ptr, tile_rows_ptr, tile_count_ptr, absent_ptr,
     hidden, num_rows, num_routes, num_global, num_tiles, align,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     R_PAD: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
+    MAPPED: tl.constexpr, ZERO_ABSENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     if PDL:
@@ -66,6 +66,9 @@ def _schedule_quant_kernel(
         copies = tl.broadcast_to(q[None, :, :], (TOP_K_PAD, GROUPS, 128))
         tl.store(q_ptr + row[:, None, None] * hidden + col[None, :, :], copies, mask=mask)
         mask = (row >= 0)[:, None] & (group * 128 < hidden)[None, :]
+        if ZERO_ABSENT:
+            at = absent_ptr + token.to(tl.int64) * hidden + col
+            tl.store(at, 0.0, mask=(col < hidden) & (tl.max(row, 0) < 0))
         copies = tl.broadcast_to(scale[None, :], (TOP_K_PAD, GROUPS))
         tl.store(s_ptr + group[None, :].to(tl.int64) * num_rows + row[:, None], copies, mask=mask)
     program = token * tl.num_programs(1) + tl.program_id(1)
@@ -86,10 +89,12 @@ def schedule_quant(
     *,
     expert_map: torch.Tensor | None = None,
     pdl: bool = False,
+    zero_absent: torch.Tensor | None = None,
 ) -> tuple[Schedule, torch.Tensor, torch.Tensor]:
     """The schedule, and x quantised in its order: e4m3 [rows, hidden], scales [groups, rows].
 
-    At most MAX_ROUTES routes.
+    At most MAX_ROUTES routes. ``zero_absent`` is like x: rows of tokens without any route are
+    written with zeros.
     """
     num_routes = topk_ids.numel()
     if not 0 < num_routes <= MAX_ROUTES:
@@ -106,13 +111,13 @@ def schedule_quant(
     chunks = max(1, min(triton.cdiv(groups, wide), 256 // num_tokens))
     _schedule_quant_kernel[(num_tokens, chunks)](
         x, q, scale, topk_ids, expert_map, plan.route_row, plan.row_route,
-        plan.tile_expert, plan.tile_rows, plan.num_tiles,
+        plan.tile_expert, plan.tile_rows, plan.num_tiles, zero_absent,
         hidden, plan.num_rows, num_routes,
         num_local_experts if expert_map is None else expert_map.shape[0],
         plan.tile_expert.numel(), align,
         TOP_K=top_k, TOP_K_PAD=max(2, triton.next_power_of_2(top_k)), E=num_local_experts,
         E_PAD=triton.next_power_of_2(max(num_local_experts, 16)), R_PAD=r_pad,
         CHUNK=min(r_pad, 1024), TILES=8, GROUPS=wide, MAPPED=expert_map is not None,
-        PDL=pdl, launch_pdl=pdl,
+        ZERO_ABSENT=zero_absent is not None, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return plan, q, scale

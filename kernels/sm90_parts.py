@@ -62,23 +62,32 @@ class Target:
     strip_desc: tma.tensor_descriptor  # 16 rows, plain only
     ptr: gl.tensor
     scale_ptr: gl.tensor  # [width / 128, num_rows], fused only
+    row_route_ptr: gl.tensor
+    weight_ptr: gl.tensor  # of routes, SCATTER only
     width: gl.tensor
     num_rows: gl.tensor
     alpha: gl.tensor
     limit: gl.tensor
     LIMITED: gl.constexpr
+    SCATTER: gl.constexpr  # rows go to their tokens, weighted
 
     @gluon.constexpr_function
-    def __init__(self, desc, strip_desc, ptr, scale_ptr, width, num_rows, alpha, limit, LIMITED):
+    def __init__(
+        self, desc, strip_desc, ptr, scale_ptr, row_route_ptr, weight_ptr, width, num_rows,
+        alpha, limit, LIMITED, SCATTER,
+    ):  # fmt: skip
         self.desc = desc
         self.strip_desc = strip_desc
         self.ptr = ptr
         self.scale_ptr = scale_ptr
+        self.row_route_ptr = row_route_ptr
+        self.weight_ptr = weight_ptr
         self.width = width
         self.num_rows = num_rows
         self.alpha = alpha
         self.limit = limit
         self.LIMITED = gl.constexpr(LIMITED)
+        self.SCATTER = gl.constexpr(SCATTER)
 
     @gluon.jit
     def swiglu(self, gate, up):
@@ -152,6 +161,14 @@ class Work:
 @gluon.jit
 def _asm(text: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_beside_the_kernel_in_front(PDL: gl.constexpr):
+    """Programmatic dependent launch: let the next kernel start, wait for the previous one."""
+    if PDL:
+        _asm("griddepcontrol.wait; mov.u32 $0, 0;")
+        _asm("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
 @gluon.jit

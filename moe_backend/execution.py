@@ -58,6 +58,8 @@ def run_experts(
     config: KernelConfig,
 ) -> torch.Tensor:
     """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
+    from triton import knobs
+
     from moe_backend.kernels import decode, schedule_quant
     from moe_backend.kernels import grouped_gemm as gg
     from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
@@ -67,7 +69,7 @@ def run_experts(
     if "gluon" in (config.up.kernel, config.down.kernel):
         from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
 
-    pdl = config.pdl and x.is_cuda
+    pdl = config.pdl and not knobs.runtime.interpret
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     if shared_output is not None:
         shared_output = shared_output.contiguous()
@@ -82,31 +84,47 @@ def run_experts(
         w2 = decode.Experts(weights.w2, weights.w2_scale, topk_ids, expert_map)
         rows = decode.decode_up(x, w13, pdl=pdl, **clamp)
         return decode.decode_down(rows, w2, topk_weights, out, shared=shared_output, pdl=pdl)
+    # A token's only row needs no reduction: the down projection writes it where it belongs.
+    single = topk_ids.shape[1] == 1 and shared_output is None and not config.gather
+    ordered = {"expert_map": expert_map, "pdl": pdl}
+    absent = {"zero_absent": out if single else None, "pdl": pdl}
+    ahead = None
     if not config.gather and topk_ids.numel() <= schedule_quant.MAX_ROUTES:
         plan, a, a_scale = schedule_quant.schedule_quant(
-            x, topk_ids, weights.num_local_experts, config.align, expert_map=expert_map, pdl=pdl
+            x, topk_ids, weights.num_local_experts, config.align, expert_map=expert_map, **absent
         )
+        ahead = gg.Ahead(topk_ids, expert_map)
     else:
-        plan = schedule(topk_ids, weights.num_local_experts, config.align, expert_map=expert_map)
+        plan = schedule(topk_ids, weights.num_local_experts, config.align, **ordered)
         if config.gather:
-            a, a_scale = quant_fp8(x, pdl=pdl)
+            a, a_scale = quant_fp8(x, pdl=pdl, overlap=True)
         else:
-            a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=pdl)
+            a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, **absent)
     up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale, config.gather)
     if config.up.kernel == "gluon":
-        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, turns=config.up.turns, **clamp)
+        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, turns=config.up.turns, pdl=pdl, **clamp)
     else:
-        h, h_scale = gg.grouped_gemm_swiglu(up, plan, _tiles(config.up), pdl=pdl, **clamp)
+        h, h_scale = gg.grouped_gemm_swiglu(
+            up, plan, _tiles(config.up), pdl=pdl, ahead=ahead, **clamp
+        )
     down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
+
+    def project(first: int, rows: torch.Tensor, route_weights: torch.Tensor | None = None) -> None:
+        where = {"first_column": first, "out": rows, "weights": route_weights, "pdl": pdl}
+        if config.down.kernel == "gluon":
+            gg_sm90.grouped_gemm(down, plan, turns=config.down.turns, **where)
+        else:
+            gg.grouped_gemm(down, plan, _tiles(config.down), **where)
+
+    if single:
+        project(0, out, topk_weights)
+        return out
     hidden = weights.hidden
     step = _slab(config, plan.num_rows, hidden)
     buffer = torch.empty((plan.num_rows, step), dtype=torch.bfloat16, device=x.device)
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
-        if config.down.kernel == "gluon":
-            gg_sm90.grouped_gemm(down, plan, first_column=first, out=rows, turns=config.down.turns)
-        else:
-            gg.grouped_gemm(down, plan, _tiles(config.down), first_column=first, out=rows, pdl=pdl)
+        project(first, rows)
         unpermute_reduce(
             rows, plan.route_row, topk_weights, out,
             first_column=first, shared=shared_output, pdl=pdl,

@@ -94,6 +94,25 @@ def test_decode_reduces_on_the_way_where_columns_fill_the_gpu(shared, monkeypatc
     assert torch.equal(out[1], extra[1] if shared else torch.zeros_like(out[1]))
 
 
+@pytest.mark.parametrize("name", ["swapped", "upright"])
+@pytest.mark.parametrize("tokens", [7, 130])  # one launch for schedule and quantisation, or several
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_single_row_goes_straight_to_its_token(name, tokens, dtype, poisoned_memory, monkeypatch):
+    """Top-1: no partial rows, no reduction; tokens without an expert here are zero."""
+    from moe_backend.kernels import schedule_quant
+
+    monkeypatch.setattr(schedule_quant, "MAX_ROUTES", 100)
+    x, routing, weights = layer(tokens, 4, 1, 256, 80)
+    routing.topk_ids[3] = -1
+    expert_map = torch.tensor([2, -1, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    routing = dataclasses.replace(routing, num_experts=5)
+    out, want = run(x.to(dtype), routing, weights, CONFIGS[name], expert_map=expert_map)
+    assert out.dtype == dtype
+    assert factories.relative_error(out, want) <= TOLERANCE
+    absent = (routing.topk_ids[:, 0] == 1) | (routing.topk_ids[:, 0] < 0)
+    assert absent.sum() > 1 and not out[absent].any()
+
+
 def test_the_partial_rows_buffer_is_bounded(monkeypatch):
     """At 200,000 tokens it would be 23 GB; slabs bound it and change no bit."""
     x, routing, weights = layer(9, 4, 2, 640, 128)

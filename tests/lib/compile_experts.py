@@ -68,6 +68,9 @@ def paths():
     yield SMALL, 64, KernelConfig(64, up=plain, down=plain, slab=128), 7.0
     yield SMALL, 2048, KernelConfig(128, up=gluon, down=gluon, gather=True), 7.0
     yield SMALL, 64, KernelConfig(128, up=gluon, down=gluon), None
+    single = MoEShape(8, 8, 256, 256, 1)
+    yield single, 64, KernelConfig(128, up=gluon, down=gluon), None
+    yield single, 64, KernelConfig(64, up=plain, down=plain), None
     for tokens in (1, 300, 5000):
         for inter in (80, 704):
             shape = MoEShape(8, 8, 1024, inter, 4)
