@@ -38,6 +38,22 @@ def engine_context() -> Iterator[None]:
         yield
 
 
+def drop_workspace() -> None:
+    """Forget the workspace that the engine keeps, so that the next call takes one of its size."""
+    from vllm.v1.worker import workspace
+
+    manager = workspace.current_workspace_manager()
+    manager._current_workspaces = [None] * len(manager._current_workspaces)
+
+
+def workspace_bytes() -> int:
+    """What the engine keeps between calls for its experts."""
+    from vllm.v1.worker import workspace
+
+    kept = workspace.current_workspace_manager()._current_workspaces
+    return sum(t.numel() * t.element_size() for t in kept if t is not None)
+
+
 def make(name: str, weights: ExpertWeights, routing: Routing, max_tokens: int) -> Callable:
     """A function of (x, routing) for the peer ``name``; inside engine_context()."""
     from vllm.model_executor.layers.fused_moe import modular_kernel as mk
