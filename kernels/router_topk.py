@@ -11,12 +11,16 @@ Shapes: logits [T, E] (rows may be strided), bias [E]; ids, weights [T, k]; coun
 Grid: one token and one warp a program, so that no reduction leaves the warp. Experts stand at
 column group * GROUP + member of the row (GROUP a power of two), hence column order is id order.
 The k ids are found by k maximum reductions of integers, which the hardware does in one instruction
-a warp. The chosen logits are read again, from L1, for the weights: cheaper than carrying scores
-along.
+a warp. A step that takes out every key equal to the maximum need not wait for the column of that
+maximum, so the next one can begin; if more than one key was taken at once the row has ties among
+its best and is done again, one column a step. The chosen logits are read again, from L1, for the
+weights: cheaper than carrying scores along.
 
-Histogram: every program adds its ids to a line of zeros; the last one moves the sums out and leaves
-zeros. An L2 line takes an atomic every other clock, so many tokens spread theirs over copies of the
-sums, and first meet in groups of 128. With a caller's ``counts`` the programs add into those.
+Histogram: every program adds its ids to a line of zeros and leaves. The last program, which is
+dispatched last, reads the line until all have arrived (the sums add up to T k, so each is final and
+nothing has to be fenced), moves the sums out and leaves zeros. It waits for programs that wait for
+nothing. An L2 line takes an atomic every other clock, so many tokens spread theirs over copies of
+the sums. With a caller's ``counts`` the programs add into those.
 """
 
 from typing import NamedTuple
@@ -35,8 +39,9 @@ from .router_math import (
     sortable,
 )
 
-_GROUP = tl.constexpr(128)  # tokens that meet at one ticket
-_COPIES = 8  # of the histogram's sums, for more tokens than one group
+_CROWD = 128  # tokens from which on the histogram's sums are spread
+_COPIES = 8
+_UNROLLED = 16  # steps of the choice at most, beyond which they are a loop
 
 
 class RouterOutput(NamedTuple):
@@ -47,7 +52,7 @@ class RouterOutput(NamedTuple):
 
 @triton.jit
 def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
-    """Columns of the K largest keys, falling, by K maximum reductions."""
+    """Columns of the K largest keys, falling; ties to the lowest column, one a step."""
     col = tl.arange(0, keys.shape[0])
     slot = tl.arange(0, KP)
     found = tl.zeros([KP], tl.int32)
@@ -60,14 +65,32 @@ def _take_steps(keys, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
+def _take_largest(keys, K: tl.constexpr, KP: tl.constexpr):
+    """Columns of the K largest keys, falling; a step is one maximum where no two keys are alike."""
+    col = tl.arange(0, keys.shape[0])
+    slot = tl.arange(0, KP)
+    found = tl.zeros([KP], tl.int32)
+    rest = keys
+    best = tl.max(rest, 0)
+    for j in tl.static_range(K):
+        alike = rest == best
+        found = tl.where(slot == j, tl.min(tl.where(alike, col, 0x7FFFFFFF), 0), found)
+        rest = tl.where(alike, TAKEN, rest)
+        if j + 1 < K:
+            best = tl.max(rest, 0)
+    taken = tl.sum((rest == TAKEN).to(tl.int32), 0)
+    if (taken != K) | (best == TAKEN):
+        found = _take_steps(keys, K, KP)
+    return found
+
+
+@triton.jit
 def _add_histogram(
     ids, wanted, counts_ptr, line_ptr, row, num_tokens,
-    E: tl.constexpr, COUNTS: tl.constexpr, COPIES: tl.constexpr, WIDTH: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, COPIES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds one token's ids to the histogram; ``COUNTS`` says how it is put together.
-
-    Line, in units of 128 bytes: groups that are done, tokens done of each group, copies of E sums.
-    """
+    """Adds one token's ids to the histogram; ``COUNTS`` says how it is put together."""
     expert = tl.arange(0, WIDTH)
     if COUNTS == "one":
         tl.store(counts_ptr + expert, tl.zeros([WIDTH], tl.int32), mask=expert < E)
@@ -76,21 +99,19 @@ def _add_histogram(
     if COUNTS == "add":
         tl.atomic_add(counts_ptr + ids, 1, mask=wanted, sem="relaxed")
     if COUNTS == "last":
-        groups = tl.cdiv(num_tokens, _GROUP)
-        group = (row // _GROUP).to(tl.int32)
-        members = tl.minimum(num_tokens - group * _GROUP, _GROUP)
-        sums_ptr = line_ptr + (groups + 1) * 32
         copy = (row % COPIES).to(tl.int32)
-        tl.atomic_add(sums_ptr + copy * WIDTH + ids, 1, mask=wanted, sem="relaxed")
-        tl.debug_barrier()  # the ticket releases what every thread has added
-        ticket_ptr = line_ptr + (group + 1) * 32
-        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == members - 1:
-            tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
-            if tl.atomic_add(line_ptr, 1, sem="acq_rel") == groups - 1:
-                tl.atomic_xchg(line_ptr, 0, sem="relaxed")
-                at = sums_ptr + tl.arange(0, COPIES)[:, None] * WIDTH + expert[None, :]
-                sums = tl.atomic_xchg(at, 0, sem="relaxed")
-                tl.store(counts_ptr + expert, tl.sum(sums, 0), mask=expert < E)
+        tl.atomic_add(line_ptr + copy * WIDTH + ids, 1, mask=wanted, sem="relaxed")
+        if row == num_tokens - 1:
+            sums = tl.zeros([WIDTH], tl.int32)
+            arrived = 0
+            while arrived < num_tokens * K:
+                sums = tl.zeros([WIDTH], tl.int32)
+                for c in tl.static_range(COPIES):
+                    sums += tl.load(line_ptr + c * WIDTH + expert, volatile=True)
+                arrived = tl.sum(sums, 0)
+            tl.store(counts_ptr + expert, sums, mask=expert < E)
+            for c in tl.static_range(COPIES):
+                tl.store(line_ptr + c * WIDTH + expert, tl.zeros([WIDTH], tl.int32))
 
 
 # compiled code must not differ by the number of tokens: a server compiles nothing once it is ready
@@ -100,7 +121,7 @@ def _router_topk_kernel(
     E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    COPIES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    COPIES: tl.constexpr, COUNTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PER_GROUP: tl.constexpr = E // NUM_GROUPS
     expert, inside = columns(E, NUM_GROUPS, GROUPS, GROUP)
@@ -124,7 +145,7 @@ def _router_topk_kernel(
     if NUM_GROUPS > 1:
         keys = keep_best_groups(keys, NUM_GROUPS, TOP_GROUPS, CANDIDATES, GROUPS, GROUP)
 
-    ids = _take_steps(keys, K, KP)
+    ids = _take_largest(keys, K, KP) if FAST else _take_steps(keys, K, KP)
     ids = (ids // GROUP) * PER_GROUP + ids % GROUP
     x = tl.load(row_ptr + ids, mask=slot < K, other=float("-inf")).to(tl.float32)
     weights = tl.exp(x - peak) * inverse if SCORE == "softmax" else pointwise_score(x, SCORE)
@@ -134,7 +155,7 @@ def _router_topk_kernel(
     tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
     if COUNTS != "none":
         _add_histogram(
-            ids, slot < K, counts_ptr, line_ptr, row, num_tokens, E, COUNTS, COPIES, COUNTED
+            ids, slot < K, counts_ptr, line_ptr, row, num_tokens, E, K, COUNTS, COPIES, COUNTED
         )
 
 
@@ -201,10 +222,9 @@ def router_topk(
     if num_tokens == 0:
         return RouterOutput(ids, weights, counts)
     counted = max(32, triton.next_power_of_2(num_experts))
-    copies = _COPIES if mode == "last" and num_tokens > _GROUP.value else 1
+    copies = _COPIES if mode == "last" and num_tokens > _CROWD else 1
     if mode == "last":
-        tickets = 32 * (triton.cdiv(num_tokens, _GROUP.value) + 1)
-        line = zeroed_line(device, tickets + copies * counted)
+        line = zeroed_line(device, copies * counted)
     groups = triton.next_power_of_2(spec.num_groups)
     group = triton.next_power_of_2(num_experts // spec.num_groups)
     pdl = overlaps(device, num_tokens)
@@ -216,6 +236,7 @@ def router_topk(
         NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
         CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
         GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
+        FAST=top_k <= _UNROLLED and groups * group <= 1024,
         PDL=pdl, launch_pdl=pdl, num_warps=1 if groups * group <= 4096 else 8,
     )  # fmt: skip
     return RouterOutput(ids, weights, counts)
