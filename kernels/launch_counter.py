@@ -5,15 +5,19 @@ A line of counters is zero when a launch begins, and the launch leaves it zero, 
 needed. Launches that could run at the same time never share a line:
 
 - eager launches on one stream are ordered and share that stream's line;
-- every captured launch gets a line of its own for good. A graph cannot overlap itself, so its
-  replays are ordered too. When the lines are used up, a captured memset takes over.
+- so do the launches of one capture on one stream: a graph cannot overlap itself. A graph keeps its
+  lines for good, for it may be replayed beside any other;
+- where a capture has no number (no CUDA driver to ask), each of its launches gets a line.
+
+When the lines are used up, a captured memset takes over.
 """
 
+import ctypes
 from functools import cache
 
 import torch
 
-ARENA_BYTES = 8 << 20  # 4,096 captured launches for 256 experts: 58 layers at 70 batch sizes
+ARENA_BYTES = 8 << 20  # 4,096 captures for 256 experts
 
 
 class _Arena:
@@ -34,7 +38,27 @@ class _Arena:
 
 
 _arenas: dict[tuple[torch.device, int], _Arena] = {}
-_stream_lines: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+_stream_lines: dict[tuple, torch.Tensor] = {}
+
+
+@cache
+def _capture_info():
+    """The driver's cuStreamGetCaptureInfo, which torch does not pass on, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+
+
+def capture_number(stream: int) -> int | None:
+    """The number, unique in the process, of the capture that a stream takes part in."""
+    ask = _capture_info()
+    if ask is None:
+        return None
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    handle = ctypes.c_void_p(stream)
+    error = ask(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value if error == 0 and status.value == 1 else None
 
 
 def zeroed_line(device: torch.device, size: int) -> torch.Tensor:
@@ -42,11 +66,10 @@ def zeroed_line(device: torch.device, size: int) -> torch.Tensor:
     width = 1 << max(5, (size - 1).bit_length())
     if device.type != "cuda":
         return torch.zeros(width, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.is_current_stream_capturing():
-        arena = _arenas.get((device, width))
-        line = arena.take() if arena else None
-        return torch.zeros(width, dtype=torch.int32, device=device) if line is None else line
-    key = (device, width, torch.cuda.current_stream(device).cuda_stream)
+        return _captured_line(device, width, stream)
+    key = (device, width, stream)
     line = _stream_lines.get(key)
     if line is None:
         if (device, width) not in _arenas:
@@ -55,6 +78,20 @@ def zeroed_line(device: torch.device, size: int) -> torch.Tensor:
         if line is None:
             line = torch.zeros(width, dtype=torch.int32, device=device)
         _stream_lines[key] = line
+    return line
+
+
+def _captured_line(device: torch.device, width: int, stream: int) -> torch.Tensor:
+    number = capture_number(stream)
+    key = (device, width, stream, number)
+    line = None if number is None else _stream_lines.get(key)
+    if line is None:
+        arena = _arenas.get((device, width))
+        line = arena.take() if arena else None
+        if line is None:
+            return torch.zeros(width, dtype=torch.int32, device=device)
+        if number is not None:
+            _stream_lines[key] = line
     return line
 
 

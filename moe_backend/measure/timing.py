@@ -8,10 +8,12 @@ that would not in a server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+
+_MOST_CALLS = 800  # in one graph
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,32 @@ def _eager_us(call: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e3
 
 
+class Captured:
+    """Calls in a CUDA graph, repeated until it lasts about ``graph_us``, so that what a replay
+    costs by itself is shared by many."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]], graph_us: float = 400.0):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+            once = min(_eager_us(calls[0]) for _ in range(3))
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        rounds = max(1, min(_MOST_CALLS // len(calls), int(graph_us / max(once * len(calls), 1.0))))
+        self.calls = rounds * len(calls)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+
+    def sample(self, replays: int) -> list[float]:
+        """Microseconds of one call, from each of some replays."""
+        return [_eager_us(self.graph.replay) / self.calls for _ in range(replays)]
+
+
 def time_calls(
     calls: Sequence[Callable[[], object]], *, replays: int = 20, graph_us: float = 400.0
 ) -> Timing:
@@ -53,25 +81,21 @@ def time_calls(
         replays: timed replays, after three that are not.
         graph_us: repeat the calls in the graph until it lasts about this long.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-        once = min(_eager_us(calls[0]) for _ in range(3))
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    rounds = max(1, min(50, int(graph_us / max(once * len(calls), 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    for _ in range(3):
-        graph.replay()
-    samples = [_eager_us(graph.replay) / (rounds * len(calls)) for _ in range(replays)]
-    del graph
-    return percentiles(samples)
+    captured = Captured(calls, graph_us)
+    captured.sample(3)
+    return percentiles(captured.sample(replays))
+
+
+def alternate(captured: Mapping[str, Captured], *, rounds: int, replays: int) -> dict[str, Timing]:
+    """Times of several implementations whose replays take turns, so that clocks and neighbours
+    that change meanwhile change all of them. A first round is not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in captured}
+    for turn in range(rounds + 1):
+        for name, graph in captured.items():
+            taken = graph.sample(replays)
+            if turn:
+                samples[name] += taken
+    return {name: percentiles(taken) for name, taken in samples.items()}
 
 
 def copy_bandwidth(gigabytes: float = 2.0) -> float:

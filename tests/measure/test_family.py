@@ -11,9 +11,15 @@ from moe_backend.measure import family, timing
 @pytest.fixture
 def stopwatch(monkeypatch):
     """Every call list takes as many µs as its only call returns."""
-    monkeypatch.setattr(
-        timing, "time_calls", lambda calls, replays: timing.Timing(*[float(calls[0]())] * 3)
-    )
+
+    class Captured:
+        def __init__(self, calls, graph_us):
+            self.us = float(calls[0]())
+
+        def sample(self, replays):
+            return [self.us] * replays
+
+    monkeypatch.setattr(timing, "Captured", Captured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
@@ -40,6 +46,23 @@ def test_a_peer_that_fails_spares_the_others(stopwatch):
     broken.calls["torch"] = [lambda: 1 / 0]
     row = family.measure(broken)
     assert "ZeroDivisionError" in row.failed["torch"] and row.ratios() == {"vLLM": 2.5}
+
+
+def test_implementations_take_turns_and_the_first_round_is_left_out():
+    """Timed one after the other, the first was once a third too slow: the clocks were still low."""
+    turns = []
+
+    class Slowing:
+        def __init__(self, name):
+            self.name = name
+
+        def sample(self, replays):
+            turns.append(self.name)
+            return [float(len(turns))] * replays
+
+    out = timing.alternate({n: Slowing(n) for n in ("ours", "vLLM")}, rounds=2, replays=3)
+    assert turns == ["ours", "vLLM"] * 3
+    assert out["ours"].p20 == 3 and out["vLLM"].p20 == 4 and out["ours"].p80 == 5
 
 
 def test_table_shows_failures_and_ratios(stopwatch):

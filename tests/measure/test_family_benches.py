@@ -37,9 +37,16 @@ def _small_and_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(family, "vllm_operators", lambda: None)
-    monkeypatch.setattr(
-        timing, "time_calls", lambda calls, replays: [c() for c in calls] and timing.Timing(1, 2, 3)
-    )
+
+    class Captured:
+        def __init__(self, calls, graph_us):
+            for call in calls:
+                call()
+
+        def sample(self, replays):
+            return [2.0] * replays
+
+    monkeypatch.setattr(timing, "Captured", Captured)
     groups = RouterSpec(4, "sigmoid", 4, 2, 0, True, 2.5)
     monkeypatch.setattr(bench_router, "SERVING", {"small": (32, groups)})
     monkeypatch.setattr(bench_router, "DENSE", [(3, 32, groups), (3, 40, RouterSpec(4))])
