@@ -7,10 +7,13 @@
 
 ``probs`` [tokens, columns] may have a multiple of E columns (sequences side by side).
 
-Forward: about four blocks an SM stride over the rows with fp32 sums in registers. Each writes one
-partial sum; the block that finishes last adds them in fixed order, so that the loss is the same
-bit by bit every time, which one atomic addition a block into an accumulator is not. It also leaves
-c on the device for the backward pass. Nothing has to be zeroed and nothing is read by the host.
+Forward: about four blocks an SM stride over the rows with fp32 sums in registers. Each leaves its
+partial sum in one 64-bit word, beside a bit that says it is there, and goes; the last block reads
+the words until all are there, adds them in fixed order and leaves zeros. So the loss is the same
+bit by bit every time, which one atomic addition a block into an accumulator is not, and nothing is
+fenced, counted or zeroed by a launch of its own. The last block is dispatched last and waits for
+blocks that wait for nothing. It also leaves c on the device for the backward pass.
+Both directions start while the kernel in front ends, and read nothing before it has.
 """
 
 import torch
@@ -21,11 +24,12 @@ from .launch_counter import overlaps, sm_count, zeroed_line
 
 _COLS = 256  # wide enough to coalesce, narrow enough to waste little of 2,304
 _MAX_PARTIALS = 1024
+_THERE = tl.constexpr(1 << 32)
 
 
 @triton.jit
 def _forward_kernel(
-    probs_ptr, tokens_ptr, total_ptr, partial_ptr, loss_ptr, ticket_ptr,
+    probs_ptr, tokens_ptr, total_ptr, partial_ptr, loss_ptr,
     num_rows, num_cols, row_stride, factor, total,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTIALS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -42,24 +46,32 @@ def _forward_kernel(
             at = probs_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :]
             inside = (row < num_rows)[:, None] & (col < num_cols)[None, :]
             sums += tl.load(at, mask=inside, other=0.0).to(tl.float32) * tokens[None, :]
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0))
-    tl.debug_barrier()  # the ticket releases the partial sum
-    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_programs - 1:
+    mine = tl.sum(sums).to(tl.int32, bitcast=True).to(tl.int64)
+    tl.atomic_xchg(partial_ptr + tl.program_id(0), (mine & 0xFFFFFFFF) | _THERE, sem="relaxed")
+    if tl.program_id(0) == num_programs - 1:
         index = tl.arange(0, PARTIALS)
-        partials = tl.load(partial_ptr + index, mask=index < num_programs, other=0.0, volatile=True)
         if total_ptr is not None:
             total = tl.load(total_ptr).to(tl.float32)
         coefficient = factor / total / total
+        words = tl.zeros([PARTIALS], tl.int64)
+        there = 0
+        while there < num_programs:
+            words = tl.load(partial_ptr + index, mask=index < num_programs, other=0, volatile=True)
+            there = tl.sum((words >= _THERE).to(tl.int32), 0)
+        partials = words.to(tl.int32).to(tl.float32, bitcast=True)
         tl.store(loss_ptr, tl.sum(partials, 0) * coefficient)
         tl.store(loss_ptr + 1, coefficient)
-        tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+        tl.store(partial_ptr + index, tl.zeros([PARTIALS], tl.int64), mask=index < num_programs)
 
 
 @triton.jit
 def _backward_kernel(
     grad_ptr, loss_ptr, tokens_ptr, out_ptr, num_rows, num_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     scale = tl.load(grad_ptr).to(tl.float32) * tl.load(loss_ptr + 1)
     value = tl.load(tokens_ptr + col, mask=col < num_cols, other=0).to(tl.float32) * scale
@@ -96,12 +108,12 @@ def aux_loss(
     out = torch.empty(2, dtype=torch.float32, device=device)
     rows, cols = _tile(num_cols, 4096)
     programs = max(1, min(triton.cdiv(num_rows, rows), 4 * sm_count(device), _MAX_PARTIALS))
-    partial = torch.empty(programs, dtype=torch.float32, device=device)
+    partial = zeroed_line(device, 2 * programs).view(torch.int64)
     on_device = isinstance(total_num_tokens, torch.Tensor)
     pdl = overlaps(device, programs)
     _forward_kernel[(programs,)](
         probs, tokens_per_expert, total_num_tokens if on_device else None, partial, out,
-        zeroed_line(device, 1), num_rows, num_cols, probs.stride(0), factor,
+        num_rows, num_cols, probs.stride(0), factor,
         1.0 if on_device else float(total_num_tokens),
         ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), PDL=pdl, launch_pdl=pdl,
         num_warps=8,
@@ -117,8 +129,10 @@ def aux_loss_backward(
     out = torch.empty((num_rows, num_cols), dtype=like.dtype, device=like.device)
     if out.numel():
         rows, cols = _tile(num_cols, 8192)
-        _backward_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_cols, cols))](
+        grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_cols, cols))
+        pdl = overlaps(like.device, grid[0] * grid[1])
+        _backward_kernel[grid](
             grad, loss, tokens_per_expert, out, num_rows, num_cols,
-            ROWS=rows, COLS=cols, num_warps=8,
+            ROWS=rows, COLS=cols, PDL=pdl, launch_pdl=pdl, num_warps=8,
         )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ def test_strided_rows(device):
     assert torch.equal(run(part.T.contiguous().T, counts, 5, 1.0), run(part, counts, 5, 1.0))
 
 
-def test_ticket_is_left_zero_and_the_accumulator_needs_no_zeroing(device, monkeypatch):
+def test_line_of_partial_sums_is_left_zero_and_nothing_needs_zeroing(device, monkeypatch):
     """A race with the zeroing of an accumulator is impossible: there is none."""
     from moe_backend.kernels import aux_loss as module
 
