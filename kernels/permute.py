@@ -8,8 +8,8 @@
 
 Shapes: x [T, H], out [capacity, H]. Grid: first some programs that share the rows without a
 route, then one program a token, which assigns the token's rows where that is still to be done,
-reads its row once, whatever top-k is, and stores one whole row after the other. FP8 rows travel as
-bytes. Where more rows are routed than fit, nothing is written out of bounds and every row becomes
+reads its row once, whatever top-k is, learns the rows of ROUTES routes together and stores one
+whole row after the other. FP8 rows travel as bytes. Where more rows are routed than fit, nothing is written out of bounds and every row becomes
 NaN: the host, which is not waited for, cannot raise.
 """
 
@@ -23,6 +23,8 @@ from .launch_counter import overlaps, sm_count
 from .row_map import Pending, assign_rows
 
 _COLS = 8192  # of a row in registers at a time
+_ROUTES = 8  # whose rows are known before the first is stored
+_CACHE = ""  # of the stores of rows
 
 
 class Permuted(NamedTuple):
@@ -64,11 +66,13 @@ def _permute_kernel(
     map_ptr, words_ptr, before_ptr, offsets_ptr, pads_ptr,
     capacity, hidden, groups, row_stride, probs_stride, NUM_PADS,
     E: tl.constexpr, K: tl.constexpr, NAN: tl.constexpr,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr, ROUTES: tl.constexpr,
+    CACHE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(0) < NUM_PADS:
         if offsets_ptr is not None:
             _zero_rows(
@@ -93,24 +97,30 @@ def _permute_kernel(
             x = tl.load(x_ptr + token * row_stride + col, mask=col < hidden, other=0)
             if needed > capacity:
                 x = tl.full([COLS], NAN, x.dtype)
-            for slot in range(count):
-                row = tl.load(row_map + slot)
+            for first in range(0, count, ROUTES):
+                slot = first + tl.arange(0, ROUTES)
+                row = tl.load(row_map + slot, mask=slot < count, other=-1)
                 expert = slot
                 if K == 0:
-                    expert = tl.load(row_map + E + slot)
+                    expert = tl.load(row_map + E + slot, mask=slot < count, other=0)
                     if pads_ptr is not None:
-                        row += tl.load(pads_ptr + expert)
+                        row += tl.load(pads_ptr + expert, mask=slot < count, other=0)
                 valid = (row >= 0) & (row < capacity)
                 row = row.to(tl.int64)
-                tl.store(out_ptr + row * hidden + col, x, mask=valid & (col < hidden))
+                at = out_ptr + row[:, None] * hidden + col[None, :]
+                rows = tl.broadcast_to(x[None, :], [ROUTES, COLS])
+                inside = valid[:, None] & (col < hidden)[None, :]
+                tl.store(at, rows, mask=inside, cache_modifier=CACHE)
                 if probs_ptr is not None and start == 0:
-                    at = probs_in_ptr + token * probs_stride + expert
-                    tl.store(probs_ptr + row, tl.load(at, mask=valid, other=0.0), mask=valid)
+                    prob_ptr = probs_in_ptr + token * probs_stride + expert
+                    prob = tl.load(prob_ptr, mask=valid, other=0.0)
+                    tl.store(probs_ptr + row, prob, mask=valid)
                 if scale_ptr is not None and start == 0:
                     group = tl.arange(0, GROUPS)
                     scale = tl.load(scale_in_ptr + token * groups + group, mask=group < groups)
-                    at = scale_ptr + row * groups + group
-                    tl.store(at, scale, mask=valid & (group < groups))
+                    out_scale = scale_ptr + row[:, None] * groups + group[None, :]
+                    scales = tl.broadcast_to(scale[None, :], [ROUTES, GROUPS])
+                    tl.store(out_scale, scales, mask=valid[:, None] & (group < groups)[None, :])
 
 
 def slots(row_map: torch.Tensor, num_experts: int) -> int:
@@ -159,7 +169,8 @@ def permute(
     if num_tokens + pads and hidden:
         raw = x.dtype.itemsize == 1
         cols = min(_COLS, triton.next_power_of_2(hidden))
-        pdl = overlaps(device, num_tokens + pads)
+        small = overlaps(device, num_tokens + pads)
+        pdl = small or (words is not None and device.type == "cuda")  # the map ends early
         _permute_kernel[(num_tokens + pads,)](
             x.view(torch.uint8) if raw else x, scale if scale is None else scale.contiguous(),
             probs, out.view(torch.uint8) if raw else out, out_scale, out_probs, row_map,
@@ -168,6 +179,7 @@ def permute(
             E=num_experts, K=slots(row_map, num_experts), NAN=0x7F if raw else float("nan"),
             WIDTH=triton.next_power_of_2(num_experts), COLS=cols,
             GROUPS=triton.next_power_of_2(max(1, groups)),
-            PDL=pdl, launch_pdl=pdl, num_warps=8 if cols * x.itemsize >= 8192 else 4,
+            ROUTES=_ROUTES, CACHE=_CACHE, PDL=pdl, TRIGGER=small, launch_pdl=pdl,
+            num_warps=8 if cols * x.itemsize >= 8192 else 4,
         )  # fmt: skip
     return Permuted(out, out_scale, out_probs)
