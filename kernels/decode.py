@@ -11,8 +11,9 @@ and K until every SM streams weights:
 
 Weight rows stand on the MMA's M; its N holds 16 rows of which one counts (TMA brings neighbours or
 zeros). A program that starts before the kernel in front is done (PDL) asks L2 for its weights: the
-ids that choose them are older than that kernel. The down projection either walks all slots of a token and reduces on the way, or, where
-columns are too few to fill the GPU, writes one row per route for unpermute_reduce.
+ids that choose them are older than that kernel. The down projection either walks all slots of a
+token and reduces on the way, or, where columns are too few to fill the GPU, writes one row per
+route for unpermute_reduce.
 """
 
 from dataclasses import dataclass
@@ -264,7 +265,8 @@ def decode_up(
     q, scale = quant_fp8(x, pdl=pdl)
     part = torch.empty((splits, routes, two_inter), dtype=torch.float32, device=x.device)
     _decode_up_kernel[(triton.cdiv(two_inter, _ROWS), routes, splits)](
-        TensorDescriptor.from_tensor(q, [_NARROW, 128]), w13.descriptor(), w13.weights, scale, w13.scale,
+        TensorDescriptor.from_tensor(q, [_NARROW, 128]), w13.descriptor(), w13.weights,
+        scale, w13.scale,
         w13.topk_ids, w13.expert_map, part, k, inter, routes, w13.num_global,
         w13.topk_ids.shape[1], steps, ROWS=_ROWS, NARROW=_NARROW, STAGES=stages,
         num_stages=stages, **w13.common(pdl),
@@ -301,7 +303,8 @@ def decode_down(
             h_desc, w2.descriptor(), w2.weights, rows.scale, w2.scale, w2.topk_ids, w2.expert_map,
             topk_weights, shared, out, hidden, inter, w2.num_global,
             TOP_K=top_k, ROWS=_ROWS, NARROW=_NARROW, SHARED=shared is not None,
-            LINES=min(groups, _LINES), STAGES=14, num_stages=14, **w2.common(pdl),  # half of them wait for the expert's id
+            LINES=min(groups, _LINES),
+            STAGES=14, num_stages=14, **w2.common(pdl),  # half of them wait for the expert's id
         )  # fmt: skip
         return out
     routes = out.new_empty(num_tokens * top_k, hidden, dtype=torch.bfloat16)

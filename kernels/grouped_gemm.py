@@ -29,7 +29,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .quant_fp8 import quantise
 from .schedule import Schedule, load_experts
 
-
 LOOKAHEAD_ROUTES = 512  # beyond, finding a tile's expert takes as long as waiting for it
 _LINES = 4  # 128-byte lines of each weight row that are asked for ahead
 

@@ -44,10 +44,14 @@ def numbers(text: str, what: str) -> list[int]:
 
 @app.command()
 def experts(
-    shapes: str = typer.Option("deepseek-v3-tp8", help="Layers, by name, or all."),
+    shapes: str = typer.Option(
+        "deepseek-v3-tp8",
+        help="Layers: names, sizes as E256-H7168-I256-K8, all (the tuned ones) or others.",
+    ),
     tokens: str = typer.Option("1,4,16,64,256,1024,4096,8192,16384", help="Numbers of tokens."),
     load: str = typer.Option("uniform", help="Expert load: uniform, zipf, or both."),
     peers: bool = typer.Option(True, help="Time the engine's Triton and DeepGEMM experts too."),
+    heuristic: bool = typer.Option(False, help="Time what a device without tuned files runs too."),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
 ) -> None:
@@ -55,8 +59,13 @@ def experts(
     from moe_backend.measure import bench_experts, family
     from moe_backend.measure import peers as engine
 
-    names = choices(shapes, (*bench_experts.SHAPES, "all"), "shapes")
-    names = list(bench_experts.SHAPES) if "all" in names else names
+    groups = {"all": tuple(bench_experts.SHAPES), "others": bench_experts.OTHERS}
+    names = [n for part in shapes.split(",") for n in groups.get(part.strip(), (part.strip(),))]
+    try:
+        for name in names:
+            bench_experts.shape_of(name)
+    except ValueError as error:
+        fail(f"--shapes: {error}")
     loads = list(bench_experts.LOADS) if load == "both" else choices(
         load, bench_experts.LOADS, "load"
     )  # fmt: skip
@@ -66,7 +75,7 @@ def experts(
         progress_console.print(f"without peers: {missing}")
         peers = False
     rows = []
-    for row in bench_experts.run(names, counts, loads, with_peers=peers):
+    for row in bench_experts.run(names, counts, loads, with_peers=peers, with_heuristic=heuristic):
         rows.append(row)
         progress_console.print(bench_experts.line(row), highlight=False)
     results = {

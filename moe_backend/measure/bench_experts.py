@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from moe_backend import reference
 from moe_backend.measure import peers, tensor_core, timing
 from moe_backend.measure.roofline import Roofline, experts_roofline
+from moe_backend.support import supports_shape
 from moe_backend.types import (
     BLOCK,
     FP8,
@@ -30,12 +32,39 @@ SHAPES = {
     "qwen3-30b-a3b": MoEShape(128, 128, 2048, 768, 8),
     "deepseek-v3-ep8": MoEShape(32, 32, 7168, 2048, 1, ep_size=8),
 }
+# Layers that nobody tuned, across the range of sizes: --shapes others.
+OTHERS = (
+    "E1-H1024-I704-K1",
+    "E8-H4096-I4096-K2",
+    "E64-H2048-I1408-K6",
+    "E64-H8192-I320-K8",
+    "E128-H4096-I1536-K8",
+    "E160-H5120-I192-K6",
+    "E384-H7168-I256-K8",
+    "E512-H2048-I512-K10",
+    "E512-H1024-I64-K22",
+)
+_NAME = re.compile(r"E(\d+)-H(\d+)-I(\d+)-K(\d+)")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
 LOADS = ("uniform", "zipf")
 # Ours against the oracle that rounds where we round, inside the tensor cores too. Peers round
 # elsewhere: they are held to the oracle that adds exactly (measured 1.8e-2, 2.4e-2 at one token).
 TOLERANCE = {"ours": 4e-3, "peer": 3e-2}
 _CHECKED_TOKENS = 256  # the oracle is slow: it sees this many of the tokens
+
+
+def shape_of(name: str) -> MoEShape:
+    """A layer by its name in SHAPES or by its sizes, ``E256-H7168-I256-K8``; raises ValueError."""
+    if name in SHAPES:
+        return SHAPES[name]
+    if not (sizes := _NAME.fullmatch(name)):
+        known = ", ".join(SHAPES)
+        raise ValueError(f"expected {known} or sizes as E256-H7168-I256-K8, found {name!r}")
+    experts, hidden, inter, top_k = map(int, sizes.groups())
+    shape = MoEShape(experts, experts, hidden, inter, top_k)
+    if not (support := supports_shape(shape)):
+        raise ValueError(f"{name}: {support.reason}")
+    return shape
 
 
 @dataclass(frozen=True)
@@ -222,14 +251,20 @@ def ours(
 
 
 def run(
-    shapes: Iterable[str], tokens: Iterable[int], loads: Iterable[str], *, with_peers: bool = True
+    shapes: Iterable[str],
+    tokens: Iterable[int],
+    loads: Iterable[str],
+    *,
+    with_peers: bool = True,
+    with_heuristic: bool = False,
 ) -> Iterator[Row]:
     """One row per shape, load and number of tokens, as each is done."""
     from moe_backend.tuning import selection
+    from moe_backend.tuning.heuristics import heuristic
 
     with peers.engine_context() if with_peers else contextlib.nullcontext():
         for shape_name in shapes:
-            shape = SHAPES[shape_name]
+            shape = shape_of(shape_name)
             weights = random_weights(shape)
             for load in loads:
                 for count in tokens:
@@ -240,6 +275,9 @@ def run(
                     chosen = selection.select(shape, count, torch.device("cuda"))
                     row.config = {"source": chosen.source, **asdict(chosen.config)}
                     measure(row, "ours", ours(weights), case)
+                    if with_heuristic:
+                        untuned = ours(weights, heuristic(shape, count), case.expert_map)
+                        measure(row, "heuristic", untuned, case)
                     for name in peers.PEERS if with_peers else ():
                         call = peers.make(name, weights, case.inputs[0][1], count)
                         measure(row, name, call, case)
@@ -262,7 +300,8 @@ def table(rows: list[Row]):
 
     out = Table(title="Experts: median µs of one layer, bf16 in and out")
     heads = ("shape", "load", "tokens", "ours", "p20-p80", "roofline", "TFLOP/s", "GB/s")
-    for head in (*heads, *peers.PEERS.values(), "config", "MiB"):
+    tails = ("heuristic", "config", "MiB (peers)", "error (exact sums)")
+    for head in (*heads, *peers.PEERS.values(), *tails):
         out.add_column(head, justify="left" if head in ("shape", "load", "config") else "right")
     for row in rows:
         cells = [row.shape, row.load, str(row.tokens)]
@@ -280,7 +319,13 @@ def table(rows: list[Row]):
             ratio = row.ratio(peer)
             text = f"{row.us[peer]['p50']:.1f}" if peer in row.us else row.failed.get(peer, "")[:20]
             cells.append(text + (f" ({ratio:.2f}×)" if ratio else ""))
-        out.add_row(*cells, row.config.get("source", ""), f"{row.peak_mib.get('ours', 0):.0f}")
+        cells.append(f"{row.us['heuristic']['p50']:.1f}" if "heuristic" in row.us else "")
+        cells.append(row.config.get("source", ""))
+        theirs = "/".join(f"{row.peak_mib[p]:.0f}" for p in peers.PEERS if p in row.peak_mib)
+        cells.append(f"{row.peak_mib.get('ours', 0):.0f}" + (f" ({theirs})" if theirs else ""))
+        if "ours" in row.error:
+            cells.append(f"{row.error['ours']:.1e} ({row.error_exact_sums['ours']:.1e})")
+        out.add_row(*cells)
     return out
 
 

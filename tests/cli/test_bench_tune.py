@@ -17,7 +17,8 @@ def run(*args):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["bench", "experts", "--shapes", "gpt"], "--shapes: expected some of deepseek-v3-tp8"),
+        (["bench", "experts", "--shapes", "gpt"], "--shapes: expected deepseek-v3-tp8"),
+        (["bench", "experts", "--shapes", "E8-H1000-I64-K2"], "hidden size 1000"),
         (["bench", "experts", "--tokens", "1,x"], "--tokens: expected positive numbers"),
         (["bench", "experts", "--tokens", "0"], "--tokens: expected positive numbers"),
         (["bench", "experts", "--load", "heavy"], "--load: expected some of uniform, zipf"),

@@ -35,6 +35,14 @@ def test_roofline_of_deepseek(routes, live, us, bound):
     assert floor.us == pytest.approx(us, rel=0.02) and floor.bound == bound
 
 
+def test_layers_are_named_or_given_by_their_sizes():
+    assert bench_experts.shape_of("E8-H1024-I64-K2") == MoEShape(8, 8, 1024, 64, 2)
+    shapes = [bench_experts.shape_of(name) for name in bench_experts.OTHERS]
+    assert {s.intermediate for s in shapes} >= {64, 192, 320, 704, 1408, 1536, 4096}
+    with pytest.raises(ValueError, match="top_k"):
+        bench_experts.shape_of("E2-H1024-I64-K3")
+
+
 def test_shape_of_a_model_under_tensor_and_expert_parallelism():
     assert tuner.shape_of_model(DEEPSEEK, 8, 1) == MoEShape(256, 256, 7168, 256, 8)
     assert tuner.shape_of_model(DEEPSEEK, 8, 8) == MoEShape(256, 32, 7168, 2048, 8, ep_size=8)
