@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Launches
 from .launch_counter import overlaps, sm_count, zeroed_line
 
 _COLS = 256  # wide enough to coalesce, narrow enough to waste little of 2,304
@@ -87,6 +88,9 @@ def _tile(num_cols: int, values: int) -> tuple[int, int]:
     return values // cols, cols
 
 
+_forwards, _backwards = Launches(), Launches()
+
+
 def aux_loss(
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
@@ -106,18 +110,27 @@ def aux_loss(
     if probs.stride(1) != 1:
         probs = probs.contiguous()
     out = torch.empty(2, dtype=torch.float32, device=device)
-    rows, cols = _tile(num_cols, 4096)
-    programs = max(1, min(triton.cdiv(num_rows, rows), 4 * sm_count(device), _MAX_PARTIALS))
-    partial = zeroed_line(device, 2 * programs).view(torch.int64)
     on_device = isinstance(total_num_tokens, torch.Tensor)
-    pdl = overlaps(device, programs)
-    _forward_kernel[(programs,)](
-        probs, tokens_per_expert, total_num_tokens if on_device else None, partial, out,
-        num_rows, num_cols, probs.stride(0), factor,
-        1.0 if on_device else float(total_num_tokens),
-        ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), PDL=pdl, launch_pdl=pdl,
-        num_warps=8,
+    total = total_num_tokens if on_device else None
+    number = 1.0 if on_device else float(total_num_tokens)
+    key = (
+        probs.shape, probs.stride(0), probs.dtype, device, tokens_per_expert.dtype,
+        None if total is None else total.dtype, factor, number,
     )  # fmt: skip
+    launch = _forwards.get(key)
+    if launch is None:
+        rows, cols = _tile(num_cols, 4096)
+        programs = max(1, min(triton.cdiv(num_rows, rows), 4 * sm_count(device), _MAX_PARTIALS))
+        pdl = overlaps(device, programs)
+        constants = dict(
+            ROWS=rows, COLS=cols, PARTIALS=triton.next_power_of_2(programs), PDL=pdl,
+            launch_pdl=pdl, num_warps=8,
+        )  # fmt: skip
+        numbers = (num_rows, num_cols, probs.stride(0), factor, number)
+        launch = Launch(_forward_kernel, device, (programs,), numbers, constants)
+        _forwards.add(key, launch)
+    words = zeroed_line(device, 2 * launch.grid[0]).view(torch.int64)
+    launch(probs, tokens_per_expert, total, words, out)
     return out
 
 
@@ -128,11 +141,15 @@ def aux_loss_backward(
     num_rows, num_cols = like.shape
     out = torch.empty((num_rows, num_cols), dtype=like.dtype, device=like.device)
     if out.numel():
-        rows, cols = _tile(num_cols, 8192)
-        grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_cols, cols))
-        pdl = overlaps(like.device, grid[0] * grid[1])
-        _backward_kernel[grid](
-            grad, loss, tokens_per_expert, out, num_rows, num_cols,
-            ROWS=rows, COLS=cols, PDL=pdl, launch_pdl=pdl, num_warps=8,
-        )  # fmt: skip
+        key = (like.shape, like.dtype, like.device, tokens_per_expert.dtype, grad.dtype)
+        launch = _backwards.get(key)
+        if launch is None:
+            rows, cols = _tile(num_cols, 8192)
+            grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_cols, cols))
+            pdl = overlaps(like.device, grid[0] * grid[1])
+            constants = dict(ROWS=rows, COLS=cols, PDL=pdl, launch_pdl=pdl, num_warps=8)
+            numbers = (num_rows, num_cols)
+            launch = Launch(_backward_kernel, like.device, grid, numbers, constants)
+            _backwards.add(key, launch)
+        launch(grad, loss, tokens_per_expert, out)
     return out

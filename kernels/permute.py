@@ -9,8 +9,8 @@
 Shapes: x [T, H], out [capacity, H]. Grid: first some programs that share the rows without a
 route, then one program a token, which assigns the token's rows where that is still to be done,
 reads its row once, whatever top-k is, learns the rows of ROUTES routes together and stores one
-whole row after the other. FP8 rows travel as bytes. Where more rows are routed than fit, nothing is written out of bounds and every row becomes
-NaN: the host, which is not waited for, cannot raise.
+whole row after the other. FP8 rows travel as bytes. Where more rows are routed than fit, nothing
+is written out of bounds and every row becomes NaN: the host, which is not waited for, cannot raise.
 """
 
 from typing import NamedTuple

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Launches
 from .router_math import (
     EXCLUDED,
     columns,
@@ -156,6 +157,15 @@ def _backward_kernel(
     tl.store(out_ptr + row * E + col, dx, mask=inside)
 
 
+_forwards, _backwards = Launches(), Launches()
+
+
+def _columns(num_experts: int, num_groups: int) -> tuple[int, int]:
+    """Powers of two that hold the groups and the members of one, eight columns at least."""
+    groups = triton.next_power_of_2(num_groups)
+    return groups, max(triton.next_power_of_2(num_experts // num_groups), 8 // groups)
+
+
 def router_dense(
     logits: torch.Tensor,
     spec: DenseSpec,
@@ -178,9 +188,7 @@ def router_dense(
     device = logits.device
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    groups = triton.next_power_of_2(spec.num_groups)
-    group = triton.next_power_of_2(num_experts // spec.num_groups)
-    group = max(group, 8 // groups)
+    groups, group = _columns(num_experts, spec.num_groups)
     shifted = spec.num_groups > 1 and group * spec.num_groups != num_experts
     probs = torch.empty((num_tokens, num_experts), dtype=logits.dtype, device=device)
     routing_map = bits = None
@@ -190,13 +198,22 @@ def router_dense(
         size = (num_tokens, triton.cdiv(num_experts, 8))
         bits = torch.empty(size, dtype=torch.uint8, device=device)
     if num_tokens:
-        _forward_kernel[(num_tokens,)](
-            logits, bias, probs, routing_map, bits, indices, logits.stride(0), spec.scale,
-            E=num_experts, K=spec.top_k, SCORE=spec.score, PRE=spec.pre_softmax,
-            NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups, CANDIDATES=spec.candidates,
-            GROUPS=groups, GROUP=group, NATURAL=max(8, triton.next_power_of_2(num_experts)),
-            num_warps=warps_of_row(groups * group),
+        key = (
+            logits.shape, logits.stride(0), logits.dtype, device, spec, want_map, want_bits,
+            None if bias is None else bias.dtype, None if indices is None else indices.dtype,
         )  # fmt: skip
+        launch = _forwards.get(key)
+        if launch is None:
+            constants = dict(
+                E=num_experts, K=spec.top_k, SCORE=spec.score, PRE=spec.pre_softmax,
+                NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups, CANDIDATES=spec.candidates,
+                GROUPS=groups, GROUP=group, NATURAL=max(8, triton.next_power_of_2(num_experts)),
+                num_warps=warps_of_row(groups * group),
+            )  # fmt: skip
+            numbers = (logits.stride(0), spec.scale)
+            launch = Launch(_forward_kernel, device, (num_tokens,), numbers, constants)
+            _forwards.add(key, launch)
+        launch(logits, bias, probs, routing_map, bits, indices)
     return DenseRouting(probs, routing_map if want_map else None, bits)
 
 
@@ -212,10 +229,18 @@ def router_dense_backward(
         logits = logits.contiguous()
     out = torch.empty((num_tokens, num_experts), dtype=logits.dtype, device=logits.device)
     if num_tokens:
-        width = triton.next_power_of_2(num_experts)
-        _backward_kernel[(num_tokens,)](
-            grad.contiguous(), logits, routing_map, out, logits.stride(0), spec.scale,
-            E=num_experts, K=spec.top_k, SCORE=spec.score, PRE=spec.pre_softmax,
-            BITS=routing_map.dtype is torch.uint8, WIDTH=width, num_warps=warps_of_row(width),
-        )  # fmt: skip
+        grad = grad.contiguous()
+        key = (logits.shape, logits.stride(0), logits.dtype, logits.device, spec, grad.dtype,
+               routing_map.dtype)  # fmt: skip
+        launch = _backwards.get(key)
+        if launch is None:
+            width = triton.next_power_of_2(num_experts)
+            constants = dict(
+                E=num_experts, K=spec.top_k, SCORE=spec.score, PRE=spec.pre_softmax,
+                BITS=routing_map.dtype is torch.uint8, WIDTH=width, num_warps=warps_of_row(width),
+            )  # fmt: skip
+            numbers = (logits.stride(0), spec.scale)
+            launch = Launch(_backward_kernel, logits.device, (num_tokens,), numbers, constants)
+            _backwards.add(key, launch)
+        launch(grad, logits, routing_map, out)
     return out

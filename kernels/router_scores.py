@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Launches
 from .router_math import (
     EXCLUDED,
     map_row,
@@ -82,6 +83,9 @@ def _backward_kernel(
     tl.store(out_ptr + row * E + col, dx, mask=inside)
 
 
+_forwards, _backwards = Launches(), Launches()
+
+
 def router_scores(
     logits: torch.Tensor, top_k: int, score: str, *, bits: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,12 +98,18 @@ def router_scores(
     dtype = torch.uint8 if bits else torch.bool
     routing_map = torch.empty((num_tokens, columns), dtype=dtype, device=logits.device)
     if num_tokens:
-        width = max(8, triton.next_power_of_2(num_experts))
-        _forward_kernel[(num_tokens,)](
-            logits, scores, routing_map, logits.stride(0),
-            E=num_experts, K=top_k, SCORE=score, BITS=bits, WIDTH=width,
-            num_warps=warps_of_row(width),
-        )  # fmt: skip
+        key = (logits.shape, logits.stride(0), logits.dtype, logits.device, top_k, score, bits)
+        launch = _forwards.get(key)
+        if launch is None:
+            width = max(8, triton.next_power_of_2(num_experts))
+            constants = dict(
+                E=num_experts, K=top_k, SCORE=score, BITS=bits, WIDTH=width,
+                num_warps=warps_of_row(width),
+            )  # fmt: skip
+            numbers = (logits.stride(0),)
+            launch = Launch(_forward_kernel, logits.device, (num_tokens,), numbers, constants)
+            _forwards.add(key, launch)
+        launch(logits, scores, routing_map)
     return scores, routing_map
 
 
@@ -112,9 +122,17 @@ def router_scores_backward(
         logits = logits.contiguous()
     out = torch.empty((num_tokens, num_experts), dtype=logits.dtype, device=logits.device)
     if num_tokens:
-        width = max(8, triton.next_power_of_2(num_experts))
-        _backward_kernel[(num_tokens,)](
-            grad.contiguous(), logits, out, logits.stride(0),
-            E=num_experts, K=top_k, SCORE=score, WIDTH=width, num_warps=warps_of_row(width),
-        )  # fmt: skip
+        grad = grad.contiguous()
+        key = (logits.shape, logits.stride(0), logits.dtype, logits.device, top_k, score,
+               grad.dtype)  # fmt: skip
+        launch = _backwards.get(key)
+        if launch is None:
+            width = max(8, triton.next_power_of_2(num_experts))
+            constants = dict(
+                E=num_experts, K=top_k, SCORE=score, WIDTH=width, num_warps=warps_of_row(width)
+            )
+            numbers = (logits.stride(0),)
+            launch = Launch(_backward_kernel, logits.device, (num_tokens,), numbers, constants)
+            _backwards.add(key, launch)
+        launch(grad, logits, out)
     return out

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Launches
 from .launch_counter import overlaps, zeroed_line
 from .router_math import (
     EXCLUDED,
@@ -185,6 +186,27 @@ def _check(logits: torch.Tensor, spec, bias, counts) -> None:
         )
 
 
+_launches = Launches()
+
+
+def _launch(logits: torch.Tensor, spec, mode: str, copies: int, counted: int) -> Launch:
+    num_tokens, num_experts = logits.shape
+    groups = triton.next_power_of_2(spec.num_groups)
+    group = triton.next_power_of_2(num_experts // spec.num_groups)
+    pdl = overlaps(logits.device, num_tokens)
+    constants = dict(
+        E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
+        K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
+        CANDIDATES=spec.group_candidates or max(1, spec.top_k // spec.top_groups),
+        GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
+        FAST=spec.top_k <= _UNROLLED and groups * group <= 1024,
+        PDL=pdl, launch_pdl=pdl, num_warps=1 if groups * group <= 4096 else 8,
+    )  # fmt: skip
+    numbers = (num_tokens, logits.stride(0), spec.scale)
+    return Launch(_router_topk_kernel, logits.device, (num_tokens,), numbers, constants)
+
+
 def router_topk(
     logits: torch.Tensor,
     spec,
@@ -225,18 +247,12 @@ def router_topk(
     copies = _COPIES if mode == "last" and num_tokens > _CROWD else 1
     if mode == "last":
         line = zeroed_line(device, copies * counted)
-    groups = triton.next_power_of_2(spec.num_groups)
-    group = triton.next_power_of_2(num_experts // spec.num_groups)
-    pdl = overlaps(device, num_tokens)
-    _router_topk_kernel[(num_tokens,)](
-        logits, bias, ids, weights, counts, line,
-        num_tokens, logits.stride(0), spec.scale,
-        E=num_experts, SCORE=spec.score, RENORMALIZE=spec.renormalize, COUNTS=mode,
-        K=top_k, KP=triton.next_power_of_2(top_k),
-        NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
-        CANDIDATES=spec.group_candidates or max(1, top_k // spec.top_groups),
-        GROUPS=groups, GROUP=group, COPIES=copies, COUNTED=counted,
-        FAST=top_k <= _UNROLLED and groups * group <= 1024,
-        PDL=pdl, launch_pdl=pdl, num_warps=1 if groups * group <= 4096 else 8,
+    key = (
+        logits.shape, logits.stride(0), logits.dtype, device, spec, mode,
+        None if bias is None else bias.dtype,
     )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches.add(key, _launch(logits, spec, mode, copies, counted))
+    launch(logits, bias, ids, weights, counts, line)
     return RouterOutput(ids, weights, counts)

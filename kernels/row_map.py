@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Launches
 from .launch_counter import overlaps, zeroed_line
 
 _SCANNED = 4096  # values that a program of the scan holds
@@ -171,21 +172,31 @@ def _assign_ids_kernel(
     tl.store(map_ptr + mine, tl.where(valid, row, -1), mask=mine < num_routes)
 
 
+_scans, _words = Launches(), Launches()
+
+
 def _scan(counts: torch.Tensor, align: int, *, words: bool) -> tuple[torch.Tensor, ...]:
     """Exclusive sums over the blocks, and starts, padding and padded sizes of the experts."""
     device, (num_blocks, num_experts) = counts.device, counts.shape
     before = torch.empty_like(counts)
-    ints = torch.empty(3 * num_experts + 2, dtype=torch.int32, device=device)
-    offsets, pads, totals = ints.split((num_experts + 1, num_experts + 1, num_experts))
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    pads = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    totals = torch.empty(num_experts, dtype=torch.int32, device=device)
     targets = torch.empty(num_experts, dtype=torch.int64, device=device)
-    blocks = min(512, triton.next_power_of_2(max(1, num_blocks)))
-    experts = min(64, _SCANNED // blocks)
-    pdl = overlaps(device, 1)
-    _scan_kernel[(triton.cdiv(num_experts, experts),)](
-        counts, before, totals, offsets, pads, targets, zeroed_line(device, 1), num_blocks, align,
-        E=num_experts, WORDS=words, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts,
-        BLOCKS=blocks, PDL=pdl, launch_pdl=pdl,
-    )  # fmt: skip
+    key = (counts.shape, device, align, words)
+    launch = _scans.get(key)
+    if launch is None:
+        blocks = min(512, triton.next_power_of_2(max(1, num_blocks)))
+        experts = min(64, _SCANNED // blocks)
+        pdl = overlaps(device, 1)
+        constants = dict(
+            E=num_experts, WORDS=words, WIDTH=triton.next_power_of_2(num_experts), EXPERTS=experts,
+            BLOCKS=blocks, PDL=pdl, launch_pdl=pdl,
+        )  # fmt: skip
+        grid = (triton.cdiv(num_experts, experts),)
+        launch = Launch(_scan_kernel, device, grid, (num_blocks, align), constants)
+        _scans.add(key, launch)
+    launch(counts, before, totals, offsets, pads, targets, zeroed_line(device, 1))
     return before, offsets, pads, targets
 
 
@@ -205,13 +216,17 @@ def row_map_of_mask(
     )
     row_map = torch.empty((num_tokens, 2 * num_experts + 1), dtype=torch.int32, device=device)
     width = triton.next_power_of_2(num_experts)
-    cols = min(width, 256)
     if num_tokens:
-        pdl = overlaps(device, words.shape[0])
-        _words_kernel[(words.shape[0], triton.cdiv(num_experts, cols))](
-            mask, words, num_tokens, mask.stride(0), E=num_experts, COLS=cols,
-            PDL=pdl, launch_pdl=pdl,
-        )  # fmt: skip
+        key = (mask.shape, mask.stride(0), mask.dtype, device)
+        launch = _words.get(key)
+        if launch is None:
+            cols = min(width, 256)
+            pdl = overlaps(device, words.shape[0])
+            constants = dict(E=num_experts, COLS=cols, PDL=pdl, launch_pdl=pdl)
+            grid = (words.shape[0], triton.cdiv(num_experts, cols))
+            numbers = (num_tokens, mask.stride(0))
+            launch = _words.add(key, Launch(_words_kernel, device, grid, numbers, constants))
+        launch(mask, words)
     before, offsets, pads, targets = _scan(words, align, words=True)
     if num_tokens and assign:
         _assign_mask_kernel[(num_tokens,)](
