@@ -6,6 +6,8 @@ Two executions of one contract: the torch reference where there is no CUDA, our 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moe_backend import reference
@@ -47,6 +49,31 @@ def experts(
     )
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """One call of a layer's experts: contiguous inputs, output, configuration."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    weights: ExpertWeights
+    activation: Activation
+    expert_map: torch.Tensor | None
+    shared: torch.Tensor | None
+    config: KernelConfig
+    out: torch.Tensor
+    pdl: bool
+
+    @property
+    def clamp(self) -> dict:
+        return {"alpha": self.activation.alpha, "limit": self.activation.limit}
+
+    @property
+    def single(self) -> bool:
+        """A token's only row needs no reduction: the down projection writes it where it belongs."""
+        return self.topk_ids.shape[1] == 1 and self.shared is None and not self.config.gather
+
+
 def run_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -60,76 +87,101 @@ def run_experts(
     """The layer on our kernels with a given configuration (also in Triton's interpreter)."""
     from triton import knobs
 
-    from moe_backend.kernels import decode, schedule_quant
-    from moe_backend.kernels import grouped_gemm as gg
-    from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
-    from moe_backend.kernels.schedule import schedule
-    from moe_backend.kernels.unpermute_reduce import unpermute_reduce
-
-    if "gluon" in (config.up.kernel, config.down.kernel):
-        from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
-
-    pdl = config.pdl and not knobs.runtime.interpret
-    x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    if shared_output is not None:
-        shared_output = shared_output.contiguous()
-    if expert_map is not None:
-        expert_map = expert_map.to(torch.int32)
+    x = x.contiguous()
+    shared = None if shared_output is None else shared_output.contiguous()
     out = torch.empty_like(x)
     if not topk_ids.numel():  # an idle rank's batch
-        return out if shared_output is None else out.copy_(shared_output)
-    clamp = {"alpha": activation.alpha, "limit": activation.limit}
+        return out if shared is None else out.copy_(shared)
+    layer = _Layer(
+        x, topk_ids.contiguous(), topk_weights.contiguous(), weights, activation,
+        None if expert_map is None else expert_map.to(torch.int32), shared, config, out,
+        config.pdl and not knobs.runtime.interpret,
+    )  # fmt: skip
     if config.direct:
-        w13 = decode.Experts(weights.w13, weights.w13_scale, topk_ids, expert_map)
-        w2 = decode.Experts(weights.w2, weights.w2_scale, topk_ids, expert_map)
-        rows = decode.decode_up(x, w13, pdl=pdl, **clamp)
-        return decode.decode_down(rows, w2, topk_weights, out, shared=shared_output, pdl=pdl)
-    # A token's only row needs no reduction: the down projection writes it where it belongs.
-    single = topk_ids.shape[1] == 1 and shared_output is None and not config.gather
-    ordered = {"expert_map": expert_map, "pdl": pdl}
-    absent = {"zero_absent": out if single else None, "pdl": pdl}
+        return _direct(layer)
+    plan, up, ahead = _order(layer)
+    _down(layer, plan, _up(layer, plan, up, ahead))
+    return out
+
+
+def _direct(layer: _Layer) -> torch.Tensor:
+    """A handful of tokens: nothing is ordered."""
+    from moe_backend.kernels import decode
+
+    weights, ids, pdl = layer.weights, layer.topk_ids, layer.pdl
+    w13 = decode.Experts(weights.w13, weights.w13_scale, ids, layer.expert_map)
+    w2 = decode.Experts(weights.w2, weights.w2_scale, ids, layer.expert_map)
+    rows = decode.decode_up(layer.x, w13, pdl=pdl, **layer.clamp)
+    return decode.decode_down(rows, w2, layer.topk_weights, layer.out, shared=layer.shared, pdl=pdl)
+
+
+def _order(layer: _Layer):
+    """Where rows go, and the quantised activations in that order (or by token, to be gathered)."""
+    from moe_backend.kernels.grouped_gemm import Ahead, Operands
+    from moe_backend.kernels.quant_fp8 import quant_fp8, quant_permute
+    from moe_backend.kernels.schedule import schedule
+    from moe_backend.kernels.schedule_quant import MAX_ROUTES, schedule_quant
+
+    x, ids, gather = layer.x, layer.topk_ids, layer.config.gather
+    experts, align = layer.weights.num_local_experts, layer.config.align
+    ordered = {"expert_map": layer.expert_map, "pdl": layer.pdl}
+    absent = {"zero_absent": layer.out if layer.single else None}
     ahead = None
-    if not config.gather and topk_ids.numel() <= schedule_quant.MAX_ROUTES:
-        plan, a, a_scale = schedule_quant.schedule_quant(
-            x, topk_ids, weights.num_local_experts, config.align, expert_map=expert_map, **absent
-        )
-        ahead = gg.Ahead(topk_ids, expert_map)
+    if not gather and ids.numel() <= MAX_ROUTES:
+        plan, a, a_scale = schedule_quant(x, ids, experts, align, **ordered, **absent)
+        ahead = Ahead(ids, layer.expert_map)
     else:
-        plan = schedule(topk_ids, weights.num_local_experts, config.align, **ordered)
-        if config.gather:
-            a, a_scale = quant_fp8(x, pdl=pdl, overlap=True)
+        plan = schedule(ids, experts, align, **ordered)
+        if gather:
+            a, a_scale = quant_fp8(x, pdl=layer.pdl, overlap=True)
         else:
-            a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, **absent)
-    up = gg.Operands(a, a_scale, weights.w13, weights.w13_scale, config.gather)
-    if config.up.kernel == "gluon":
-        h, h_scale = gg_sm90.grouped_gemm_swiglu(up, plan, turns=config.up.turns, pdl=pdl, **clamp)
+            a, a_scale = quant_permute(x, plan.route_row, plan.num_rows, pdl=layer.pdl, **absent)
+    return plan, Operands(a, a_scale, layer.weights.w13, layer.weights.w13_scale, gather), ahead
+
+
+def _up(layer: _Layer, plan, a, ahead):
+    """The up projection, SwiGLU and quantisation: the down projection's operands."""
+    from moe_backend.kernels import grouped_gemm as gg
+
+    config, options = layer.config.up, {"pdl": layer.pdl, **layer.clamp}
+    if config.kernel == "gluon":
+        from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
+
+        h = gg_sm90.grouped_gemm_swiglu(a, plan, turns=config.turns, **options)
     else:
-        h, h_scale = gg.grouped_gemm_swiglu(
-            up, plan, _tiles(config.up), pdl=pdl, ahead=ahead, **clamp
-        )
-    down = gg.Operands(h, h_scale, weights.w2, weights.w2_scale)
+        h = gg.grouped_gemm_swiglu(a, plan, _tiles(config), ahead=ahead, **options)
+    return gg.Operands(*h, layer.weights.w2, layer.weights.w2_scale)
 
-    def project(first: int, rows: torch.Tensor, route_weights: torch.Tensor | None = None) -> None:
-        where = {"first_column": first, "out": rows, "weights": route_weights, "pdl": pdl}
-        if config.down.kernel == "gluon":
-            gg_sm90.grouped_gemm(down, plan, turns=config.down.turns, **where)
-        else:
-            gg.grouped_gemm(down, plan, _tiles(config.down), **where)
 
-    if single:
-        project(0, out, topk_weights)
-        return out
-    hidden = weights.hidden
-    step = _slab(config, plan.num_rows, hidden)
-    buffer = torch.empty((plan.num_rows, step), dtype=torch.bfloat16, device=x.device)
+def _down(layer: _Layer, plan, h) -> None:
+    """The down projection and the weighted sum of every token's rows, into ``layer.out``."""
+    from moe_backend.kernels.unpermute_reduce import unpermute_reduce
+
+    if layer.single:
+        _project(layer, plan, h, out=layer.out, weights=layer.topk_weights)
+        return
+    hidden = layer.weights.hidden
+    step = _slab(layer.config, plan.num_rows, hidden)
+    buffer = layer.x.new_empty((plan.num_rows, step), dtype=torch.bfloat16)
     for first in range(0, hidden, step):
         rows = buffer if first + step <= hidden else buffer.new_empty(plan.num_rows, hidden - first)
-        project(first, rows)
+        _project(layer, plan, h, out=rows, first_column=first)
         unpermute_reduce(
-            rows, plan.route_row, topk_weights, out,
-            first_column=first, shared=shared_output, pdl=pdl,
+            rows, plan.route_row, layer.topk_weights, layer.out,
+            first_column=first, shared=layer.shared, pdl=layer.pdl,
         )  # fmt: skip
-    return out
+
+
+def _project(layer: _Layer, plan, h, **where) -> None:
+    config = layer.config.down
+    if config.kernel == "gluon":
+        from moe_backend.kernels import grouped_gemm_sm90 as gg_sm90
+
+        gg_sm90.grouped_gemm(h, plan, turns=config.turns, pdl=layer.pdl, **where)
+    else:
+        from moe_backend.kernels import grouped_gemm as gg
+
+        gg.grouped_gemm(h, plan, _tiles(config), pdl=layer.pdl, **where)
 
 
 _ROWS_BYTES = 4 << 30  # bound of the partial rows' buffer

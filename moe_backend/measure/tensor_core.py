@@ -95,7 +95,7 @@ def matmul(
     b_scale: torch.Tensor,
     adder: Adder = HOPPER,
 ) -> torch.Tensor:
-    """fp32 [M, N] of e4m3 ``a`` [M, K] and ``b`` [N, K], scales [M, groups] and [blocks, groups]."""
+    """fp32 [M, N] of e4m3 ``a`` [M, K] and ``b`` [N, K] with one scale per 128 of K (and of N)."""
     (m, k), n = a.shape, b.shape[0]
     c = torch.empty(m, n, dtype=torch.float32, device=a.device)
     _kernel[(triton.cdiv(m, 8), triton.cdiv(n, 32))](
