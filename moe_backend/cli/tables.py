@@ -18,20 +18,20 @@ NUMBERS = (
 
 
 def load_table(load: dict[str, Any]) -> Table:
-    """Both sides under each other for every rate, then the ratio with its spread."""
+    """Both sides under each other for every load, then the ratio with its spread."""
     table = Table(title="Under load (times in ms)", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("req/s")
+    table.add_column("tokens, when")
     table.add_column("server", no_wrap=True)
     for head, _ in NUMBERS:
         table.add_column(head, justify="right", no_wrap=True)
     for one in load["loads"]:
-        rate = f"{one['rate']:g}"
+        name = one["name"]
         for row in load["results"]:
-            if row["rate"] == one["rate"]:
-                table.add_row(rate, row["side"], *(f"{row[key]:.1f}" for _, key in NUMBERS))
-                rate = ""
+            if row["load"] == one["name"]:
+                table.add_row(name, row["side"], *(f"{row[key]:.1f}" for _, key in NUMBERS))
+                name = ""
         for entry in load["ratios"]:
-            if entry["rate"] == one["rate"]:
+            if entry["load"] == one["name"]:
                 table.add_row("", "[bold]ratio", *(_ratio(entry[key]) for _, key in NUMBERS))
         table.add_section()
     return table

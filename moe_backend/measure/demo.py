@@ -21,13 +21,11 @@ from moe_backend.measure.loadtest import (
     summarise,
 )
 from moe_backend.measure.parity import Request, run_parity
-from moe_backend.measure.sides import stock_model
+from moe_backend.measure.sides import shared_gpu_args, stock_model
 from moe_backend.measure.vllm_bench import Load
 
 SERVER_ARGS = ("--max-model-len", "1024")  # prompts are short; a small cache starts sooner
-# Both servers start and stay on one GPU: each takes a cache of a fixed size, because neither can
-# measure what is free while the other is starting.
-SHARED_GPU_ARGS = ("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(2 << 30))
+CACHE_GIB = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
     on_gpu = environment.has_gpu()
     model = _checkpoint(setting, report)
     stock = stock_model(str(model), on_gpu, report)
-    args = (*SERVER_ARGS, *(SHARED_GPU_ARGS if on_gpu else ()))
+    args = (*SERVER_ARGS, *(shared_gpu_args(CACHE_GIB) if on_gpu else ()))
     plan = Plan(
         sides=(default_side(stock, args), plugin_side(str(model), args)),
         loads=tuple(
@@ -69,7 +67,7 @@ def run_demo(out: Path, report: Report, setting: Setting | None = None) -> dict[
         rounds=setting.rounds,
     )
     with ServerPool(plan, report, logs=out) as pool:
-        runs = measure(plan, pool, report)
+        runs = list(measure(plan, pool, report))
     parity = _parity(str(model), stock, out, report)
     facts = environment.describe()
     facts["duration"] = f"{time.monotonic() - began:.0f} s in all"

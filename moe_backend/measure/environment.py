@@ -41,7 +41,14 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "python": platform.python_version(),
+        **_engine_settings(),
     }
+
+
+def _engine_settings() -> dict[str, str]:
+    """What the environment asks of the engine and of us; paths stay private."""
+    ours = ("VLLM_", "MOE_BACKEND_")
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(ours) and "/" not in v}
 
 
 def notes(on_gpu: bool) -> list[str]:

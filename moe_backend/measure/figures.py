@@ -32,43 +32,43 @@ STYLE = {
 }
 
 
-def rate_label(rate: float) -> str:
-    return "all at once" if rate == float("inf") else f"{rate:g} req/s"
-
-
 def colours(load: dict[str, Any]) -> dict[str, str]:
     names = [side["name"] for side in load["sides"]]
     return dict(zip(names, (SECOND,) if len(names) == 1 else (FIRST, SECOND), strict=True))
 
 
 def ttft_distribution(load: dict[str, Any]) -> Any:
-    """Share of requests whose first token had come, against time; one plot for each rate."""
+    """Share of requests whose first token had come, against time; one plot for each load."""
     from matplotlib.figure import Figure
 
-    rates = [one["rate"] for one in load["loads"]]
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(rates), squeeze=False)[0]
-    for axis, rate in zip(axes, rates, strict=True):
-        for name, colour in colours(load).items():
-            chosen = [r for r in load["runs"] if r["side"] == name and r["rate"] == rate]
+    names, columns = [one["name"] for one in load["loads"]], 4
+    rows, columns = -(-len(names) // columns), min(len(names), columns)
+    figure = Figure(figsize=(12, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, name in zip(axes, names, strict=False):
+        for side, colour in colours(load).items():
+            chosen = [r for r in load["runs"] if r["side"] == side and r["load"] == name]
             values = sorted(t for run in chosen for t in run["ttft_ms"])
             shares = [100 * (i + 1) / len(values) for i in range(len(values))]
-            axis.step([0, *values], [0, *shares], where="post", color=colour, lw=2, label=name)
-        axis.set(title=rate_label(rate), xlabel="time to first token (ms)", ylim=(0, 102))
+            axis.step([0, *values], [0, *shares], where="post", color=colour, lw=2, label=side)
+        axis.set(title=name, xlabel="time to first token (ms)", ylim=(0, 102))
         axis.set_xlim(left=0)
-    axes[0].set_ylabel("requests (%)")
-    axes[0].legend(loc="lower right")
+    for axis in list(axes)[len(names) :]:
+        axis.set_visible(False)
+    figure.axes[0].set_ylabel("requests (%)")
+    figure.axes[0].legend(loc="lower right")
     return figure
 
 
-def against_rate(load: dict[str, Any]) -> Any:
-    """TTFT, TPOT and throughput of both sides over the rates."""
+def against_load(load: dict[str, Any]) -> Any:
+    """TTFT, TPOT and throughput of both sides over the loads."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    names = [one["name"] for one in load["loads"]]
+    crowded = len(names) > 3
+    figure = Figure(figsize=(12, 4.2 if crowded else 3.2), layout="constrained")
     axes = figure.subplots(1, 3)
-    rates = [one["rate"] for one in load["loads"]]
-    x = range(len(rates))
+    x = range(len(names))
     panels = (
         (axes[0], "TTFT (ms), p50 and dashed p99", "ttft_p50_ms", "ttft_p99_ms"),
         (axes[1], "TPOT (ms), p50 and dashed p99", "tpot_p50_ms", "tpot_p99_ms"),
@@ -81,7 +81,9 @@ def against_rate(load: dict[str, Any]) -> Any:
             if dashed:
                 axis.plot(x, [r[dashed] for r in rows], "o--", color=colour, lw=1.2, ms=3.5)
         axis.set(title=title, ylim=(0, None))
-        axis.set_xticks(list(x), [rate_label(rate) for rate in rates])
+        axis.set_xticks(
+            list(x), names, rotation=60 if crowded else 0, ha="right" if crowded else "center"
+        )
         axis.margins(x=0.12)
     axes[0].legend()
     return figure
@@ -110,7 +112,7 @@ def ratios(load: dict[str, Any]) -> Any:
                 f"{one['median']:.2f}", (one["median"], row), (0, 5), "data", "offset points",
                 ha="center", fontsize=8,
             )  # fmt: skip
-            labels.append(f"{label}, {rate_label(entry['rate'])}")
+            labels.append(f"{label}, {entry['load']}")
             row += 1
     axis.axvline(1, color=FIRST, lw=1.2, ls="--")
     axis.set_yticks(range(row), labels)

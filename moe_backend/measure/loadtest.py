@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from moe_backend.measure.server import (
     VllmServer,
     without_plugin,
 )
-from moe_backend.measure.vllm_bench import PERCENTILES, Load, run_bench
+from moe_backend.measure.vllm_bench import PERCENTILES, Generator, Load
 
 GRACE_S = 5.0  # nothing is in flight when a server is stopped, or nobody waits for it any more
 SERVER_ARGS = ("--no-enable-prefix-caching",)
@@ -50,7 +50,7 @@ class Run:
     """One load on one side; times in milliseconds, one per request."""
 
     side: str
-    rate: float
+    load: str  # its name
     round: int
     ttft_ms: list[float]
     tpot_ms: list[float]
@@ -60,13 +60,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. ``together`` keeps both servers up; otherwise one runs at a time."""
+    """What is measured. ``together`` keeps both servers up; otherwise one runs at a time.
+
+    Even together only one of them is under load at any time. After ``budget_s`` seconds, counted
+    from the start of the first server, no turn begins that would not end in time.
+    """
 
     sides: tuple[Side, ...]
     loads: tuple[Load, ...]
     rounds: int = 3
     together: bool = True
     seed: int = 0
+    budget_s: float | None = None
 
     def turns(self) -> list[tuple[Side, Load, int]]:
         """Every turn in its order; servers that take turns change as seldom as can be."""
@@ -150,27 +155,30 @@ class ServerPool:
             time.sleep(POLL_S)
 
 
-def measure(plan: Plan, pool: ServerPool, report: Report) -> list[Run]:
-    """All runs of the plan. Raises ServerError or LoadError."""
-    turns, runs = plan.turns(), []
-    for done, (side, load, number) in enumerate(turns):
-        server = pool.get(side)
-        text = f"{side.name}, {_rate(load.rate)}, round {number + 1} of {plan.rounds}"
-        report("load", text, done, len(turns))
+def measure(plan: Plan, pool: ServerPool, report: Report) -> Iterator[Run]:
+    """The runs of the plan as they are done. Raises ServerError or LoadError."""
+    began, turns = time.monotonic(), plan.turns()
+    took: dict[str, float] = {}  # the longest turn of each load
+    with Generator() as generator:  # imports while the servers start
+        for done, (side, load, number) in enumerate(turns):
+            expected = took.get(load.name, max(took.values(), default=0.0))
+            if plan.together and side == plan._order(number + plan.loads.index(load))[0]:
+                expected *= len(plan.sides)  # a turn without its counterpart tells nothing
+            if plan.budget_s is not None and time.monotonic() - began + expected > plan.budget_s:
+                report("load", f"out of time after {done} of {len(turns)} runs", 1, 1)
+                return
+            server, start = pool.get(side), time.monotonic()
+            text = f"{side.name}, {load.name}, round {number + 1} of {plan.rounds}"
+            report("load", text, done, len(turns))
 
-        def on_progress(finished: int, total: int, done: int = done, text: str = text) -> None:
-            report("load", text, done + finished / total, len(turns))
+            def on_progress(finished: int, total: int, done: int = done, text: str = text) -> None:
+                report("load", text, done + finished / total, len(turns))
 
-        result = run_bench(
-            server.base_url, side.model, load, plan.seed_of(load, number), on_progress
-        )
-        runs.append(_run(side, load, number, result))
+            seed = plan.seed_of(load, number)
+            result = generator.run(server.base_url, side.model, load, seed, on_progress)
+            took[load.name] = max(took.get(load.name, 0.0), time.monotonic() - start)
+            yield _run(side, load, number, result)
     report("load", f"{len(turns)} runs", len(turns), len(turns))
-    return runs
-
-
-def _rate(rate: float) -> str:
-    return "all at once" if rate == float("inf") else f"{rate:g} requests/s"
 
 
 def _run(side: Side, load: Load, number: int, result: dict[str, Any]) -> Run:
@@ -181,7 +189,7 @@ def _run(side: Side, load: Load, number: int, result: dict[str, Any]) -> Run:
     ]
     return Run(
         side=side.name,
-        rate=load.rate,
+        load=load.name,
         round=number,
         ttft_ms=[1e3 * t for t in result["ttfts"]],
         tpot_ms=per_token,
@@ -200,7 +208,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _figures(runs: Sequence[Run]) -> dict[str, float]:
-    """The figures of some runs of one side at one rate, over all their requests."""
+    """The figures of some runs of one side under one load, over all their requests."""
     found = {}
     for name in LATENCIES:
         values = [v for run in runs for v in getattr(run, name)]
@@ -211,22 +219,37 @@ def _figures(runs: Sequence[Run]) -> dict[str, float]:
     return found
 
 
+def paired(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+    """The runs whose counterparts on every side were done too."""
+    sides: dict[tuple[str, int], set[str]] = {}
+    for run in runs:
+        sides.setdefault((run.load, run.round), set()).add(run.side)
+    return [run for run in runs if len(sides[run.load, run.round]) == len(plan.sides)]
+
+
 def summarise(plan: Plan, runs: Sequence[Run]) -> dict[str, Any]:
-    """Figures for each side and rate, and B over A with its spread over the rounds."""
+    """Figures for each side and load, and B over A with its spread over the rounds.
+
+    Turns without a counterpart are left out, and loads that were not reached are listed.
+    """
+    runs = paired(plan, runs)
+    reached = {run.load for run in runs}
+    loads = [load for load in plan.loads if load.name in reached]
     results, ratios = [], []
-    for load in plan.loads:
-        of_rate = [run for run in runs if run.rate == load.rate]
+    for load in loads:
+        of_load = [run for run in runs if run.load == load.name]
+        what = {"load": load.name, "rate": load.rate, "input_len": load.input_len}
         for side in plan.sides:
-            mine = [run for run in of_rate if run.side == side.name]
+            mine = [run for run in of_load if run.side == side.name]
             count = sum(len(run.ttft_ms) for run in mine)
-            results.append(
-                {"side": side.name, "rate": load.rate, "requests": count, **_figures(mine)}
-            )
+            results.append({"side": side.name, **what, "requests": count, **_figures(mine)})
         if len(plan.sides) == 2:
-            ratios.append({"rate": load.rate, **_ratios(plan, of_rate)})
+            rounds = {run.round for run in of_load}
+            ratios.append({**what, "rounds": len(rounds), **_ratios(plan, of_load)})
     return {
         "sides": [asdict(side) for side in plan.sides],
-        "loads": [asdict(load) for load in plan.loads],
+        "loads": [asdict(load) | {"name": load.name} for load in loads],
+        "not_reached": [load.name for load in plan.loads if load.name not in reached],
         "rounds": plan.rounds,
         "together": plan.together,
         "results": results,
@@ -239,7 +262,7 @@ def _ratios(plan: Plan, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     """For every figure: second side over first, round by round; the median, lowest and highest."""
     first, second = (side.name for side in plan.sides)
     by_round = []
-    for number in range(plan.rounds):
+    for number in sorted({run.round for run in runs}):
         a, b = (
             _figures([run for run in runs if run.round == number and run.side == name])
             for name in (first, second)

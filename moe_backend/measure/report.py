@@ -116,10 +116,9 @@ def _head(report: dict[str, Any]) -> str:
         entry = load["ratios"][-1]
         for label, key in (("TTFT p50", "ttft_p50_ms"), ("Tokens/s", "output_tokens_per_s")):
             one = entry[key]
-            spread = f"{one['low']:.2f} to {one['high']:.2f} over {load['rounds']} rounds"
-            where = figures.rate_label(entry["rate"])
+            spread = f"{one['low']:.2f} to {one['high']:.2f} over {entry['rounds']} rounds"
             cards.append(
-                _card(f"{label} vs default", f"{one['median']:.2f}×", f"{spread}; {where}")
+                _card(f"{label} vs default", f"{one['median']:.2f}×", f"{spread}; {entry['load']}")
             )
     if status := report.get("status"):
         counts = status.get("layers", {})
@@ -131,18 +130,30 @@ def _head(report: dict[str, Any]) -> str:
 
 
 def _load_section(load: dict[str, Any], folder: Path, paths: dict[str, Path]) -> list[str]:
-    heads = ["rate", "server", "TTFT p50", "p90", "p99", "TPOT p50", "p99", "tokens/s", "requests"]
+    heads = [
+        "tokens, when",
+        "server",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "TPOT p50",
+        "p99",
+        "tokens/s",
+        "requests",
+    ]
     keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
     for row in load["results"]:
         numbers = [f"{row[key]:.1f}" for key in keys]
-        words = [figures.rate_label(row["rate"]), escape(row["side"])]
+        words = [escape(row["load"]), escape(row["side"])]
         rows.append([*words, *numbers, f"{row['output_tokens_per_s']:.1f}", str(row["requests"])])
     parts = ["<h2>Under load</h2>", _panel(_table(heads, rows, left=2, second="tma_fp8"))]
     parts.append("<p class=soft>Times in milliseconds, over all requests of all rounds.</p>")
     parts.append(_plot(figures.ttft_distribution, load, folder, paths))
     if len(load["loads"]) > 1:
-        parts.append(_plot(figures.against_rate, load, folder, paths))
+        parts.append(_plot(figures.against_load, load, folder, paths))
+    if load.get("not_reached"):
+        parts.append(f"<p>Not reached in time: {escape('; '.join(load['not_reached']))}.</p>")
     if load.get("ratios"):
         parts.append(_plot(figures.ratios, load, folder, paths))
     return parts

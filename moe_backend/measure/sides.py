@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model stock vLLM serves when it is compared with the plugin."""
+"""Which model stock vLLM serves when it is compared with the plugin, and how both share a GPU."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def stock_model(model: str, on_gpu: bool, report: Report) -> str:
         report("bf16 copy", "dequantising the weights", done, total)
 
     return str(dequantised_copy(folder, envs.load().cache_dir, progress))
+
+
+def shared_gpu_args(cache_gib: float) -> tuple[str, ...]:
+    """For servers that start and stay on one GPU: each takes a cache of a fixed size, because
+    neither can measure what is free while the other is starting."""
+    cache = str(int(cache_gib * 2**30))
+    return "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", cache

@@ -60,7 +60,11 @@ def test_serve_refuses_an_unknown_variable_before_it_starts(monkeypatch):
         (["--rate", "0"], "rate"),
         (["--rate", "nan"], "rate"),
         (["--rate", "fast"], "valid number"),
-        (["--rate", "1", "--rate", "1"], "every rate once"),
+        (["--rate", "1", "--rate", "1"], "every rate"),
+        (["--clients", "0"], "clients"),
+        (["--load", "8192:32"], "INPUT:OUTPUT:WHEN:PROMPTS"),
+        (["--load", "8:4:inf:4", "--load", "8:4:inf:5"], "once"),
+        (["--server-arg", "--a 'b"], "quotation"),
         (["--output-len", "1"], "time per token"),
         (["--num-prompts", "0"], "num_prompts"),
         (["--rounds", "0"], "rounds"),
@@ -71,6 +75,26 @@ def test_serve_refuses_an_unknown_variable_before_it_starts(monkeypatch):
 def test_loadtest_refuses_what_it_cannot_measure(words, said, tmp_path):
     result = invoke("loadtest", "--model", str(tmp_path / "none"), *words)
     assert result.exit_code == 2 and said in result.output
+
+
+def test_an_interrupted_loadtest_keeps_what_it_measured(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from moe_backend.measure import loadtest, sides
+    from moe_backend.measure.loadtest import Run
+
+    def interrupted(plan, pool, report):
+        for side in plan.sides:
+            yield Run(side.name, plan.loads[0].name, 0, [9.0], [1.0], 5.0, 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loadtest, "measure", interrupted)
+    monkeypatch.setattr(sides, "stock_model", lambda model, *_: model)
+    words = ["--model", "m", "--input-len", "8", "--input-len", "16", "--clients", "2"]
+    result = invoke("loadtest", *words, "--out", str(tmp_path))
+    assert result.exit_code == 130 and "every server is stopped" in result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["load"]["not_reached"] == ["16→32, 2 clients"]
+    assert "Ended early: KeyboardInterrupt" in (tmp_path / "report.html").read_text()
 
 
 def test_loadtest_says_where_the_logs_are_when_a_server_fails(monkeypatch, tmp_path):
@@ -117,7 +141,7 @@ def test_loadtest_json_is_json_though_a_rate_is_infinite(monkeypatch, tmp_path):
 
     def measured(model, compare, compare_model, loads, options, out, progress):
         plan = Plan((default_side("a"), plugin_side("b")), loads, options["rounds"])
-        runs = [Run(s.name, x.rate, n, [9.0], [1.0], 5.0, 1.0) for s, x, n in plan.turns()]
+        runs = [Run(s.name, x.name, n, [9.0], [1.0], 5.0, 1.0) for s, x, n in plan.turns()]
         return {"title": "t", "load": summarise(plan, runs), "status": None}
 
     monkeypatch.setattr(loadtest, "_run", measured)

@@ -44,7 +44,7 @@ def story(monkeypatch, tmp_path):
         done.append("load")
         report("load", "1 run", 1, 1)
         return [
-            Run(s.name, x.rate, n, [10.0, 12.0], [1.0, 1.2], 50.0, 2.0) for s, x, n in plan.turns()
+            Run(s.name, x.name, n, [10.0, 12.0], [1.0, 1.2], 50.0, 2.0) for s, x, n in plan.turns()
         ]
 
     def parity(request, *, output, on_progress):

@@ -23,7 +23,7 @@ def plan(**fields) -> Plan:
 
 
 def run(side: Side, load: Load, number: int, factor: float) -> Run:
-    return Run(side.name, load.rate, number, [factor, 3 * factor], [factor / 10], 100 / factor, 1.0)
+    return Run(side.name, load.name, number, [factor, 3 * factor], [factor / 10], 100 / factor, 1.0)
 
 
 def test_sides_take_turns_and_swap_their_order():
@@ -93,25 +93,28 @@ def test_a_load_that_measures_nothing_is_refused(fields, words):
 
 @pytest.fixture
 def generator(monkeypatch, tmp_path):
-    """Replaces the generator by a script that gets its arguments in sys.argv."""
-    real = vllm_bench.guard_command
+    """Replaces vLLM's generator, in the process that runs loads, by a body that sees ``args``."""
 
     def use(body: str) -> None:
         script = tmp_path / "generator.py"
         head = (
-            "import json, sys\nargs = sys.argv[1:]\n"
-            "def option(name): return args[args.index(name) + 1]\n"
-            "def write(result):\n"
-            "    path = option('--result-dir') + '/' + option('--result-filename')\n"
+            "import json, sys, time\nfrom moe_backend.measure import vllm_bench\n"
+            "def option(args, name): return args[args.index(name) + 1]\n"
+            "def write(args, result):\n"
+            "    path = option(args, '--result-dir') + '/' + option(args, '--result-filename')\n"
             "    json.dump(result, open(path, 'w'))\n"
+            "def run(args):\n"
         )
-        script.write_text(head + body)
-        # guard -- python -m moe_backend.measure.vllm_bench ARGS  →  guard -- python script ARGS
-        monkeypatch.setattr(
-            vllm_bench, "guard_command", lambda grace: [*real(grace), sys.executable, str(script)]
-        )
+        indented = "".join(f"    {line}\n" for line in body.splitlines())
+        script.write_text(head + indented + "vllm_bench.run_jobs(sys.argv[2], run)\n")
+        monkeypatch.setattr(vllm_bench, "COMMAND", (sys.executable, str(script)))
 
     return use
+
+
+def one_load(*args):
+    with vllm_bench.Generator() as running:
+        return running.run("http://x", "m", SLOW, *args)
 
 
 RESULT = {
@@ -125,39 +128,91 @@ def test_the_generators_result_and_progress_come_back(generator):
     generator(
         "print('Starting main benchmark run...', flush=True)\n"
         "print(' 50%|#  | 1/2 [00:00', file=sys.stderr, flush=True)\n"
-        "import time; time.sleep(.3)\n"
+        "time.sleep(.3)\n"
         "print('100%|## | 2/2 [00:00', file=sys.stderr, flush=True)\n"
-        f"write(json.loads({json.dumps(RESULT)!r}) | {{'seed': option('--seed')}})\n"
+        f"write(args, json.loads({json.dumps(RESULT)!r}) | {{'seed': option(args, '--seed')}})\n"
     )
     seen = []
-    result = vllm_bench.run_bench("http://x", "m", SLOW, 7, lambda *counts: seen.append(counts))
+    result = one_load(7, lambda *counts: seen.append(counts))
     assert result["seed"] == "7" and seen[-1] == (2, 2)
     measured = loadtest._run(A, SLOW, 0, result)
     assert measured.ttft_ms == [10.0, 30.0] and measured.tpot_ms == pytest.approx([2.0, 2.0])
 
 
+def test_one_process_runs_many_loads(generator):
+    """Importing the engine takes longer than most loads."""
+    generator(
+        f"import os\nwrite(args, json.loads({json.dumps(RESULT)!r}) | {{'pid': os.getpid()}})"
+    )
+    with vllm_bench.Generator() as running:
+        assert len({running.run("http://x", "m", SLOW, n)["pid"] for n in range(3)}) == 1
+
+
+def test_after_a_load_that_failed_the_next_one_runs(generator):
+    generator(
+        "if option(args, '--seed') == '0': raise ValueError('no such tokenizer')\n"
+        f"write(args, json.loads({json.dumps(RESULT)!r}))\n"
+    )
+    with vllm_bench.Generator() as running:
+        with pytest.raises(LoadError, match="code 1:\n(.*\n)*ValueError: no such tokenizer"):
+            running.run("http://x", "m", SLOW, 0)
+        assert running.run("http://x", "m", SLOW, 1)["completed"] == 2
+
+
 def test_warm_up_progress_is_not_counted(generator):
     generator(
         "print(' 50%|#  | 1/2 [00:00', file=sys.stderr, flush=True)\n"
-        "import time; time.sleep(.3)\n"
-        f"write(json.loads({json.dumps(RESULT)!r}))\n"
+        "time.sleep(.3)\n"
+        f"write(args, json.loads({json.dumps(RESULT)!r}))\n"
     )
     seen = []
-    vllm_bench.run_bench("http://x", "m", SLOW, 0, lambda *counts: seen.append(counts))
+    one_load(0, lambda *counts: seen.append(counts))
     assert seen == []
 
 
 def test_failed_requests_are_an_error_though_the_generator_ends_with_0(generator):
     failed = RESULT | {"completed": 1, "errors": ["", "Traceback\nConnectionRefusedError: no"]}
-    generator(f"write(json.loads({json.dumps(failed)!r}))\n")
+    generator(f"write(args, json.loads({json.dumps(failed)!r}))\n")
     with pytest.raises(LoadError, match="1 of 2 requests failed: ConnectionRefusedError: no"):
-        vllm_bench.run_bench("http://x", "m", SLOW, 0)
+        one_load(0)
 
 
-def test_a_generator_that_fails_is_quoted(generator):
-    generator("print('no such tokenizer'); sys.exit(3)\n")
+@pytest.mark.parametrize("end", ["sys.exit(3)", "import os; os._exit(3)"])
+def test_a_generator_that_fails_is_quoted(generator, end):
+    generator(f"print('no such tokenizer', flush=True)\n{end}\n")
     with pytest.raises(LoadError, match="code 3:\nno such tokenizer"):
-        vllm_bench.run_bench("http://x", "m", SLOW, 0)
+        one_load(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [
+        ("8192:32:2/s:16", Load(2.0, 8192, 32, 16)),
+        ("8192:32:inf:16", Load(math.inf, 8192, 32, 16)),
+        ("1024:64:128c:256", Load(math.inf, 1024, 64, 256, clients=128)),
+    ],
+)
+def test_loads_are_read(text, load):
+    assert Load.parse(text) == load
+
+
+@pytest.mark.parametrize("text", ["", "8192", "1:2:3:4", "1:2:0c:4", "1:2:1/s", "a:2:inf:4"])
+def test_loads_that_cannot_be_read_are_refused(text):
+    with pytest.raises(ValueError, match="expected|rate"):
+        Load.parse(text)
+
+
+def test_a_turn_without_its_counterpart_is_left_out():
+    """An interruption between A and B must not compare three rounds with two."""
+    p = plan(rounds=2)
+    runs = [run(A, SLOW, 0, 1.0), run(B, SLOW, 0, 2.0), run(B, SLOW, 1, 9.0), run(A, FAST, 0, 1.0)]
+    found = summarise(p, runs)
+    assert [(r["side"], r["requests"]) for r in found["results"]] == [
+        ("default", 2),
+        ("tma_fp8", 2),
+    ]
+    assert found["ratios"][0]["ttft_p50_ms"]["high"] == 2.0 and found["ratios"][0]["rounds"] == 1
+    assert found["not_reached"] == [FAST.name]
 
 
 def test_the_generator_is_vllms_own():
@@ -169,5 +224,7 @@ def test_the_generator_is_vllms_own():
     parser = FlexibleArgumentParser()
     BenchmarkServingSubcommand.add_cli_args(parser)
     parsed = parser.parse_args(FAST.arguments(3))
+    assert parsed.max_concurrency is None and parsed.temperature == 0
+    assert parser.parse_args(Load.parse("8:4:3c:5").arguments(0)).max_concurrency == 3
     assert parsed.request_rate == math.inf and parsed.seed == 3 and parsed.ignore_eos
     assert parsed.random_input_len == 8 and parsed.num_prompts == 2

@@ -49,7 +49,7 @@ def measured():
     sides = (Side("default", f"/models/{EVIL}"), Side("tma_fp8", "/models/x"))
     plan = Plan(sides, (Load(2, 8, 4, 3), Load(math.inf, 8, 4, 3)), rounds=2)
     runs = [
-        Run(s.name, x.rate, n, [10.0 + n, 20, 30], [2.0, 2, 3], 100.0 + n, 2.0)
+        Run(s.name, x.name, n, [10.0 + n, 20, 30], [2.0, 2, 3], 100.0 + n, 2.0)
         for s, x, n in plan.turns()
     ]
     check = {"name": "layer_error", "value": 0.002, "bound": 0.006, "ok": True, "what": EVIL}
@@ -101,10 +101,10 @@ def test_verdict_figures_and_layers_are_shown(measured, tmp_path):
 def test_plots_are_png_and_json_holds_every_request(measured, tmp_path):
     paths = write_report(tmp_path, measured)
     plots = {name for name, path in paths.items() if path.suffix == ".png"}
-    assert plots == {"ttft_distribution", "against_rate", "ratios", "parity"}
+    assert plots == {"ttft_distribution", "against_load", "ratios", "parity"}
     assert all(paths[name].read_bytes().startswith(b"\x89PNG") for name in plots)
     data = json.loads(paths["json"].read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert {run["rate"] for run in data["load"]["runs"]} == {2, "inf"}
+    assert {row["rate"] for row in data["load"]["results"]} == {2, "inf"}
     assert sum(len(run["ttft_ms"]) for run in data["load"]["runs"]) == 2 * 2 * 2 * 3
 
 
@@ -112,4 +112,4 @@ def test_parts_that_were_not_measured_are_left_out(measured, tmp_path):
     paths = write_report(tmp_path, {"title": "t", "load": measured["load"]})
     page = paths["html"].read_text()
     assert "Parity" not in page and "Which layer" not in page
-    assert set(paths) == {"html", "json", "ttft_distribution", "against_rate", "ratios"}
+    assert set(paths) == {"html", "json", "ttft_distribution", "against_load", "ratios"}

@@ -53,12 +53,19 @@ def world(monkeypatch):
     monkeypatch.setattr(loadtest, "VllmServer", Server)
     monkeypatch.setattr(loadtest, "POLL_S", 0)
 
-    def bench(url, model, load, seed, on_progress):
-        log.append((model, frozenset(up)))
-        on_progress(1, 2)
-        return RESULT
+    class Generator:
+        def __enter__(self):
+            return self
 
-    monkeypatch.setattr(loadtest, "run_bench", bench)
+        def __exit__(self, *_):
+            pass
+
+        def run(self, url, model, load, seed, on_progress):
+            log.append((model, frozenset(up)))
+            on_progress(1, 2)
+            return RESULT
+
+    monkeypatch.setattr(loadtest, "Generator", Generator)
     return up, peak, log
 
 
@@ -71,7 +78,7 @@ def test_as_many_servers_as_fit(world, together, most):
     up, peak, log = world
     p, said = plan(rounds=3, together=together), []
     with ServerPool(p, lambda *words: said.append(words)) as pool:
-        runs = measure(p, pool, lambda *words: said.append(words))
+        runs = list(measure(p, pool, lambda *words: said.append(words)))
         assert pool.status == {"tma_fp8": {"active": True, "path": "/moe/status"}}
         assert set(pool.started_in) == {"default", "tma_fp8"}
     assert len(runs) == 12 and not up
@@ -88,5 +95,22 @@ def test_when_one_server_fails_the_other_is_ended_too(world):
         pytest.raises(ServerError, match="^tma_fp8: the vLLM server ended"),
         ServerPool(p, lambda *_: None) as pool,
     ):
-        measure(p, pool, lambda *_: None)
+        list(measure(p, pool, lambda *_: None))
     assert not up
+
+
+def test_no_pair_begins_that_would_not_end_in_time(world, monkeypatch):
+    """A load takes 10 s here: of four pairs two fit into 45 s, and no pair is cut in half."""
+    now = [0.0]
+    monkeypatch.setattr(loadtest.time, "monotonic", lambda: now[0])
+    real = loadtest.Generator.run
+
+    def slow(self, *args):
+        now[0] += 10
+        return real(self, *args)
+
+    monkeypatch.setattr(loadtest.Generator, "run", slow)
+    p = plan(rounds=2, budget_s=45.0)
+    with ServerPool(p, lambda *_: None) as pool:
+        runs = list(measure(p, pool, lambda *_: None))
+    assert len(runs) == 4 and loadtest.paired(p, runs) == runs
