@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from moe_backend.kernels import launch as module
 from moe_backend.kernels.launch import Launch, Launches
 
 
 class Kernel:
-    """Stands for a jitted kernel: notes what goes through Triton and what straight to the driver."""
+    """Stands for a jitted kernel: notes what goes through Triton, and what goes straight on."""
 
     params = ("x", "y", "size", "BLOCK", "PDL")
 
